@@ -1,0 +1,194 @@
+"""How the blocks of a packed micro-batch look at their context and at themselves.
+
+A micro-batch holds the context of several documents one after another. Block i starts at an anchor inside one
+document; it sees the context rows `[context_start[i], context_end[i])` (its document, strictly before its
+anchor) and all B slots of its own, and nothing else.
+
+Dimensions: T context rows, A blocks, B slots a block, h query heads, g key/value heads, d head size.
+
+Three implementations of the same function:
+- `dense_attention`: one masked attention over everything; the oracle of the tests.
+- `grouped_attention`: blocks of one document in groups, each reading only the context that its last block sees.
+  For CPUs, where flex_attention has no backward.
+- `flex_block_attention`: compiled flex_attention with a block mask. For CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+GROUP_BLOCKS = 16
+"""Blocks that `grouped_attention` takes at once: enough rows for the matrix product, little masked work."""
+
+
+class Group(NamedTuple):
+    """Neighbouring blocks of one document, in order of their anchors."""
+
+    first: int
+    """First block."""
+    last: int
+    """One past the last block."""
+    start: int
+    """First context row of the document."""
+    end: int
+    """One past the last context row that any of these blocks sees."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Which context rows each block sees."""
+
+    context_start: Tensor
+    """int64 `[A]`."""
+    context_end: Tensor
+    """int64 `[A]`; the packed row of the anchor."""
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def build(
+        cls, starts: Sequence[int], ends: Sequence[int], device: torch.device | None = None
+    ) -> BlockLayout:
+        """Layout of blocks given in order of document, then anchor.
+
+        Args:
+            starts: First context row of each block's document, non-decreasing.
+            ends: Packed row of each block's anchor, non-decreasing.
+            device: Where the tensors live.
+        """
+        return cls(
+            torch.tensor(starts, dtype=torch.int64, device=device),
+            torch.tensor(ends, dtype=torch.int64, device=device),
+            tuple(_groups(starts, ends)),
+        )
+
+
+def _groups(starts: Sequence[int], ends: Sequence[int]) -> list[Group]:
+    groups: list[Group] = []
+    for block, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        previous = groups[-1] if groups else None
+        if previous and previous.start == start and previous.last - previous.first < GROUP_BLOCKS:
+            groups[-1] = Group(previous.first, block + 1, start, end)
+        else:
+            groups.append(Group(block, block + 1, start, end))
+    return groups
+
+
+class KeyValue(NamedTuple):
+    """Keys and values of one layer."""
+
+    key: Tensor
+    value: Tensor
+
+
+BlockAttention = Callable[[Tensor, KeyValue, KeyValue, BlockLayout], Tensor]
+"""`(query [A, B, h, d], context [T, g, d], block [A, B, g, d], layout) -> [A, B, h, d]`."""
+
+
+def visible(layout: BlockLayout, context_rows: int, block_size: int) -> Tensor:
+    """Bool `[A*B, T + A*B]`: what each query row sees of `[context | all blocks]`."""
+    blocks = layout.context_start.shape[0]
+    device = layout.context_start.device
+    row = torch.arange(context_rows, device=device)
+    context = (row >= layout.context_start[:, None]) & (row < layout.context_end[:, None])
+    own = torch.eye(blocks, dtype=torch.bool, device=device)
+    # per block [A, T + A*B], then repeated for its B query rows
+    per_block = torch.cat([context, own.repeat_interleave(block_size, dim=1)], dim=1)
+    return per_block.repeat_interleave(block_size, dim=0)
+
+
+def _joined(context: KeyValue, block: KeyValue) -> KeyValue:
+    # [T, g, d] and [A, B, g, d] -> [T + A*B, g, d]
+    return KeyValue(
+        torch.cat([context.key, block.key.flatten(0, 1)]), torch.cat([context.value, block.value.flatten(0, 1)])
+    )
+
+
+def _sdpa(query: Tensor, keys: KeyValue, mask: Tensor | None) -> Tensor:
+    """Attention of rows `[R, h, d]` over keys and values `[S, g, d]` under bool `[R, S]`; gives `[R, h, d]`."""
+    repeat = query.shape[1] // keys.key.shape[1]
+    # heads first: [1, h, R, d]; each key/value head serves `repeat` query heads
+    key = keys.key.transpose(0, 1).repeat_interleave(repeat, dim=0)
+    value = keys.value.transpose(0, 1).repeat_interleave(repeat, dim=0)
+    out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], key[None], value[None], attn_mask=mask)
+    return out[0].transpose(0, 1)
+
+
+def dense_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:
+    """One masked attention over all context and all blocks: simple, exact, quadratic."""
+    mask = visible(layout, context.key.shape[0], query.shape[1])
+    return _sdpa(query.flatten(0, 1), _joined(context, block), mask).view_as(query)
+
+
+def grouped_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:
+    """The same, group by group; work grows with what is visible, not with the micro-batch."""
+    if not layout.groups:
+        return query
+    size = query.shape[1]
+    outputs = []
+    for first, last, start, end in layout.groups:
+        local = BlockLayout(layout.context_start[first:last] - start, layout.context_end[first:last] - start, ())
+        rows = KeyValue(context.key[start:end], context.value[start:end])
+        own = KeyValue(block.key[first:last], block.value[first:last])
+        outputs.append(
+            _sdpa(query[first:last].flatten(0, 1), _joined(rows, own), visible(local, end - start, size))
+        )
+    return torch.cat(outputs).view_as(query)
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> tuple[Any, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+
+
+def flex_block_attention(
+    query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout, *, compiled: bool = True
+) -> Tensor:
+    """The same with flex_attention, whose block mask skips tiles that nothing sees.
+
+    The mask depends on the layout alone, so it is built once a micro-batch and serves every layer.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    blocks, size = query.shape[:2]
+    rows = context.key.shape[0]
+    attend, make_mask = _compiled_flex() if compiled else (flex.flex_attention, flex.create_block_mask)
+    mask = _flex_mask(layout, rows, size, make_mask)
+    joined = _joined(context, block)
+    # [A*B, h, d] -> [1, h, A*B, d]
+    heads_first = [x.transpose(0, 1)[None] for x in (query.flatten(0, 1), *joined)]
+    out = attend(*heads_first, block_mask=mask, enable_gqa=query.shape[2] != joined.key.shape[1])
+    return out[0].transpose(0, 1).reshape(blocks, size, *query.shape[2:])  # type: ignore[no-any-return]
+
+
+_last_mask: list[tuple[BlockLayout, int, Any]] = []
+
+
+def _flex_mask(layout: BlockLayout, rows: int, size: int, make_mask: Any) -> Any:
+    if _last_mask and _last_mask[0][0] is layout and _last_mask[0][1] == rows:
+        return _last_mask[0][2]
+    start, end = layout.context_start, layout.context_end
+    queries = start.shape[0] * size
+
+    def sees(_batch: Tensor, _head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        own = q // size
+        in_context = (kv < rows) & (kv >= start[own]) & (kv < end[own])
+        in_block = (kv >= rows) & ((kv - rows) // size == own)
+        return in_context | in_block
+
+    mask = make_mask(sees, None, None, queries, rows + queries, device=start.device)
+    _last_mask[:] = [(layout, rows, mask)]
+    return mask
+
+
+def attention_for(device: torch.device) -> BlockAttention:
+    """The implementation that trains fastest on this kind of device."""
+    return flex_block_attention if device.type == "cuda" else grouped_attention

@@ -1,0 +1,51 @@
+"""Every error that a user can cause.
+
+DflashError
+├── ConfigError            a flag, a configuration key or a combination of them
+├── CorpusError            training text: missing, malformed, or nothing left of it
+├── TargetError            the target model cannot be loaded or does not fit
+├── CacheError
+│   ├── CacheIncomplete    extraction has not finished
+│   ├── CacheCorrupt       bytes differ from what was committed
+│   └── CacheMismatch      another identity than the one asked for
+└── CheckpointError        a drafter or training state that cannot be read or does not fit
+
+The command line prints such an error as one line and exits with code 2; anything else is a fault of the
+program and shows its traceback.
+"""
+
+
+class DflashError(Exception):
+    """Base of the errors above; its text says what, where, the value, and what to do."""
+
+
+class ConfigError(DflashError):
+    """A flag, a configuration key, or a combination of them is wrong."""
+
+
+class CorpusError(DflashError):
+    """Training text is missing, malformed, or nothing is left of it."""
+
+
+class TargetError(DflashError):
+    """The target model cannot be loaded, or does not fit what was asked of it."""
+
+
+class CacheError(DflashError):
+    """A cache cannot be used."""
+
+
+class CacheIncomplete(CacheError):  # noqa: N818 - the name says a state, like FileNotFound
+    """The extraction that fills this cache has not finished."""
+
+
+class CacheCorrupt(CacheError):  # noqa: N818
+    """Bytes differ from what was committed."""
+
+
+class CacheMismatch(CacheError):  # noqa: N818
+    """The cache has another identity than the one asked for."""
+
+
+class CheckpointError(DflashError):
+    """A drafter or a training state cannot be read, or does not fit."""

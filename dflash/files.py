@@ -1,0 +1,82 @@
+"""Writing files so that a crash at any moment leaves either the old state or the new one, never a mixture."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TMP_SUFFIX = ".tmp"
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(path: Path, write: Callable[[Path], object], *, replace: bool = True) -> None:
+    """Let `write` fill a temporary neighbour of `path`, flush it, and move it into place in one step.
+
+    Args:
+        path: The final name.
+        write: Called with the temporary name; whatever it raises leaves `path` untouched.
+        replace: Whether an existing file may be replaced; if not, its presence is an error.
+
+    Raises:
+        FileExistsError: `path` exists and `replace` is false. Nothing was changed.
+    """
+    tmp = path.with_name(f"{path.name}.{os.getpid()}{TMP_SUFFIX}")
+    try:
+        write(tmp)
+        fsync_path(tmp)
+        if replace:
+            tmp.replace(path)
+        else:
+            os.link(tmp, path)  # unlike rename, link refuses to replace
+            tmp.unlink()
+    except BaseException:
+        tmp.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def publish_bytes(path: Path, data: bytes, *, replace: bool = True) -> None:
+    """`publish` of these bytes."""
+    publish(path, lambda tmp: tmp.write_bytes(data), replace=replace)
+
+
+def publish_json(path: Path, value: Any, *, replace: bool = True) -> None:
+    """`publish` of a value as indented JSON with sorted keys."""
+    publish_bytes(path, json_bytes(value), replace=replace)
+
+
+def json_bytes(value: Any) -> bytes:
+    """Indented JSON with sorted keys and a final newline: the same bytes for the same value."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def digest_json(value: Any) -> str:
+    """Sha256 of a value's compact sorted JSON, as 64 hex digits."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_file(path: Path, algorithm: str = "sha256") -> str:
+    """Digest of a file's bytes, as hex digits, read in bounded memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest() if hasattr(hashlib, "file_digest") else _digest(file, algorithm)
+
+
+def _digest(file: Any, algorithm: str) -> str:
+    # Python 3.10 has no hashlib.file_digest.
+    state = hashlib.new(algorithm)
+    while chunk := file.read(1 << 20):
+        state.update(chunk)
+    return state.hexdigest()

@@ -1,0 +1,1 @@
+"""Stage 2: cache -> sampler -> batches -> objective -> optimizer -> checkpoint."""
