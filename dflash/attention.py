@@ -16,7 +16,7 @@ Three implementations of the same function:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -50,6 +50,8 @@ class BlockLayout:
     context_end: Tensor
     """int64 `[A]`; the packed row of the anchor."""
     groups: tuple[Group, ...]
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What an implementation derives from the layout once and uses in every layer."""
 
     @classmethod
     def build(
@@ -146,7 +148,7 @@ def grouped_attention(query: Tensor, context: KeyValue, block: KeyValue, layout:
 def _compiled_flex() -> tuple[Any, Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
 
 
 def flex_block_attention(
@@ -169,12 +171,9 @@ def flex_block_attention(
     return out[0].transpose(0, 1).reshape(blocks, size, *query.shape[2:])  # type: ignore[no-any-return]
 
 
-_last_mask: list[tuple[BlockLayout, int, Any]] = []
-
-
 def _flex_mask(layout: BlockLayout, rows: int, size: int, make_mask: Any) -> Any:
-    if _last_mask and _last_mask[0][0] is layout and _last_mask[0][1] == rows:
-        return _last_mask[0][2]
+    if "flex" in layout.memo:
+        return layout.memo["flex"]
     start, end = layout.context_start, layout.context_end
     queries = start.shape[0] * size
 
@@ -184,9 +183,8 @@ def _flex_mask(layout: BlockLayout, rows: int, size: int, make_mask: Any) -> Any
         in_block = (kv >= rows) & ((kv - rows) // size == own)
         return in_context | in_block
 
-    mask = make_mask(sees, None, None, queries, rows + queries, device=start.device)
-    _last_mask[:] = [(layout, rows, mask)]
-    return mask
+    layout.memo["flex"] = make_mask(sees, None, None, queries, rows + queries, device=start.device)
+    return layout.memo["flex"]
 
 
 def attention_for(device: torch.device) -> BlockAttention:

@@ -1,0 +1,299 @@
+"""The drafter: a small block-diffusion network that reads the target's hidden states and drafts B-1 tokens at once.
+
+One forward pass, following DFlash (arXiv 2602.06036) and the layout that z-lab, vLLM and SGLang serve:
+
+1. `context = hidden_norm(fc(features))`: the K tapped hidden states of each context token, fused once.
+2. A block is `[anchor, MASK x (B-1)]`, embedded by the target's frozen embedding.
+3. In each layer the block's tokens query `[context | block]`; keys and values of both come from the same
+   projections. The context gets no query, no residual and no MLP.
+4. `norm`, then the target's frozen `lm_head` (not part of this module). Slot k predicts the token AT position
+   anchor + k; slot 0 is the anchor itself.
+
+Dimensions: T context rows, A blocks, B slots a block, K taps, H hidden size, h/g query and key/value heads,
+d head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash.attention import BlockAttention, BlockLayout, KeyValue, attention_for
+from dflash.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Everything that defines a drafter's network and how it is served."""
+
+    hidden_size: int
+    """H; equal to the target's."""
+    intermediate_size: int
+    """Width of the MLP."""
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    """Rows of the target's embedding."""
+    block_size: int
+    """B, the anchor included."""
+    mask_token_id: int
+    """An unused row of the target's embedding."""
+    target_layer_ids: tuple[int, ...]
+    """0-based target layers whose outputs are read."""
+    num_target_layers: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 8192
+    attention_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    input_embedding_scale: float = 1.0
+    """The target's embedding scale, for clients that read the raw table."""
+    final_logit_softcapping: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check what cannot work.
+
+        Raises:
+            ConfigError: a value is out of its range; the message names it.
+        """
+        if self.block_size < 2:
+            raise ConfigError(f"block size {self.block_size} drafts nothing; it includes the anchor, so use 2 or more")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key/value heads"
+            )
+        check_taps(self.target_layer_ids, self.num_target_layers)
+        check_mask_token(self.mask_token_id, self.vocab_size, self._special_ids())
+
+    def _special_ids(self) -> dict[str, tuple[int, ...]]:
+        eos = self.eos_token_id
+        return {
+            "end-of-sequence": () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            "padding": () if self.pad_token_id is None else (self.pad_token_id,),
+        }
+
+
+def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    """K evenly spread layers of an N-layer target, as the published drafters choose them.
+
+    `round(1 + i (N-4) / (K-1))`, or the middle layer for K = 1 (contract section 2; z-lab's rule).
+
+    Raises:
+        ConfigError: the target is too shallow for that many different layers.
+    """
+    taps = (
+        (num_layers // 2,) if count == 1 else tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    )
+    check_taps(taps, num_layers)
+    return taps
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Refuse taps that are missing, repeated, out of order or outside the target.
+
+    Raises:
+        ConfigError: names the offending tap and the allowed range.
+    """
+    if not taps:
+        raise ConfigError("no taps: name at least one target layer, e.g. --taps 1,8,14")
+    for tap in taps:
+        if not 0 <= tap < num_layers:
+            raise ConfigError(f"tap {tap} is outside the target's layers 0..{num_layers - 1}")
+        if taps.count(tap) > 1:
+            raise ConfigError(f"tap {tap} is repeated in {','.join(map(str, taps))}; each layer can be tapped once")
+    if list(taps) != sorted(taps):
+        raise ConfigError(f"taps {','.join(map(str, taps))} are not in ascending order")
+
+
+def check_mask_token(mask: int, rows: int, special: dict[str, tuple[int, ...]]) -> None:
+    """Refuse a mask token that has no embedding row or that means something else.
+
+    Raises:
+        ConfigError: names the id and the range or the role it collides with.
+    """
+    if not 0 <= mask < rows:
+        raise ConfigError(f"mask token id {mask} is outside the target's embedding rows 0..{rows - 1}")
+    for role, ids in special.items():
+        if mask in ids:
+            raise ConfigError(f"mask token id {mask} is the target's {role} token; choose an unused id (--mask-token-id)")
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape with `size` as its last axis; the dtype of `x` is kept."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[..., 1, d]` for absolute positions `[...]` (half-split RoPE, float32)."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = positions[..., None].float() * theta**-exponent
+    angles = torch.cat([angles, angles], dim=-1)[..., None, :]  # one head axis to broadcast over
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE to `[..., heads, d]`."""
+    cos, sin = (part.to(x.dtype) for part in cos_sin)
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Attention of block tokens over context and block."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        c, bias = config, config.attention_bias
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=bias)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=bias)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=bias)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))  # [..., heads * d] -> [..., heads, d]
+
+    def key_value(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> KeyValue:
+        """Rotated keys and values `[..., g, d]` of rows `[..., H]`: the same projections for context and block."""
+        key = rotate(self.k_norm(self._heads(self.k_proj(x))), cos_sin)
+        return KeyValue(key, self._heads(self.v_proj(x)))
+
+    def query(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotated queries `[..., h, d]` of rows `[..., H]`."""
+        return rotate(self.q_norm(self._heads(self.q_proj(x))), cos_sin)
+
+
+class MLP(nn.Module):
+    """Gated MLP (SwiGLU)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., H] -> [..., H]`."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DrafterLayer(nn.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: KeyValue,
+        cos_sin: tuple[Tensor, Tensor],
+        layout: BlockLayout,
+        attention: BlockAttention,
+    ) -> Tensor:
+        """Block states `[A, B, H]` to block states."""
+        normed = self.input_layernorm(x)
+        query, own = self.self_attn.query(normed, cos_sin), self.self_attn.key_value(normed, cos_sin)
+        x = x + self.self_attn.o_proj(attention(query, context, own, layout).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Drafter(nn.Module):
+    """The network; its parameter names are those of the published checkpoints."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE factors of absolute positions of any shape."""
+        return rotary(positions, self.config.head_dim, self.config.rope_theta)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Context `[..., H]` of tapped hidden states `[..., K*H]`."""
+        return self.hidden_norm(self.fc(features))  # type: ignore[no-any-return]
+
+    def context_key_values(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
+        """Keys and values of the context for every layer.
+
+        Args:
+            features: Tapped hidden states `[T, K*H]`.
+            positions: Absolute positions `[T]`.
+        """
+        context, cos_sin = self.fuse(features), self.rotary(positions)
+        return [layer.self_attn.key_value(context, cos_sin) for layer in self.layers]  # type: ignore[union-attr,operator]
+
+    def denoise(
+        self,
+        blocks: Tensor,
+        positions: Tensor,
+        context: list[KeyValue],
+        layout: BlockLayout,
+        attention: BlockAttention | None = None,
+    ) -> Tensor:
+        """Normed output states `[A, B, H]` of embedded blocks `[A, B, H]` at absolute positions `[A, B]`."""
+        attend = attention or attention_for(blocks.device)
+        cos_sin = self.rotary(positions)
+        for layer, rows in zip(self.layers, context, strict=True):
+            blocks = layer(blocks, rows, cos_sin, layout, attend)
+        return self.norm(blocks)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        blocks: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        context_positions: Tensor,
+        layout: BlockLayout,
+    ) -> Tensor:
+        """Training pass over a packed micro-batch.
+
+        Args:
+            blocks: Embedded blocks `[A, B, H]`.
+            positions: Their absolute positions `[A, B]`.
+            features: Tapped hidden states of all documents, packed, `[T, K*H]`.
+            context_positions: Positions within their documents `[T]`.
+            layout: What each block sees.
+
+        Returns:
+            Normed states `[A, B, H]`; slot k's logits are for the token at position anchor + k.
+        """
+        return self.denoise(blocks, positions, self.context_key_values(features, context_positions), layout)
+
+
+def init_weights(drafter: Drafter, seed: int) -> None:
+    """Normal(0, 0.02) matrices (the published checkpoints' `initializer_range`), ones for norms; seeded."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(drafter.named_parameters()):
+            if parameter.ndim >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)

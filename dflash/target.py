@@ -1,0 +1,337 @@
+"""The frozen target: which layers are tapped, the truncated forward of extraction, the verification of decoding.
+
+A tap T is the 0-based number of a decoder layer; what is taken is the residual stream that this layer puts out,
+always before the final norm. In Transformers' `hidden_states` that is index T + 1, except for the last layer,
+where index N holds the state after the final norm and would be wrong (contract, section 2).
+
+Dimensions: N target layers, K taps, H hidden size, V vocabulary rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from dflash.drafter import check_taps
+from dflash.errors import TargetError
+from dflash.files import digest_file, digest_json
+from dflash.head import TargetHead, head_of
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_VOLATILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a target is, read from its files without loading weights."""
+
+    name: str
+    revision: str | None
+    config: dict[str, Any]
+    """The text model's configuration."""
+    config_digest: str
+    weights_digest: str
+    num_layers: int
+    """N."""
+    hidden_size: int
+    """H."""
+    vocab_size: int
+    """V, rows of the embedding."""
+
+
+def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The target's Transformers configuration.
+
+    Raises:
+        TargetError: there is no such model here or on the hub.
+    """
+    with _one_line_errors(name):
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The target's tokenizer.
+
+    Raises:
+        TargetError: there is none.
+    """
+    with _one_line_errors(name):
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def _one_line_errors(name: str) -> Iterator[None]:
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise TargetError(f"cannot load the target {name!r}: {reason}; give a model folder or a hub name") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def inspect_target(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetFacts:
+    """Identify a target by content: moving or renaming its folder changes nothing.
+
+    Raises:
+        TargetError: it cannot be found, or holds no weight files.
+    """
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    text = config.get_text_config()
+    plain = _plain_config(text)
+    return TargetFacts(
+        name=name,
+        revision=getattr(config, "_commit_hash", None) or revision,
+        config=plain,
+        config_digest=digest_json(plain),
+        weights_digest=_weights_digest(name, revision),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+    )
+
+
+def _plain_config(text: Any) -> dict[str, Any]:
+    return {key: value for key, value in text.to_dict().items() if key not in _VOLATILE_KEYS}
+
+
+def _weights_digest(name: str, revision: str | None) -> str:
+    files = _weight_files(name, revision)
+    with ThreadPoolExecutor() as pool:
+        return digest_json(sorted(pool.map(_file_identity, files)))
+
+
+def _file_identity(path: Path) -> str:
+    # The hub's cache names its blobs by their sha256, so they need not be read again.
+    blob = path.resolve().name
+    return blob if _SHA256.fullmatch(blob) else digest_file(path)
+
+
+def _weight_files(name: str, revision: str | None) -> list[Path]:
+    """Paths of the target's weight files, downloaded if need be."""
+    folder = Path(name)
+    if folder.is_dir():
+        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+        if not files:
+            raise TargetError(f"the target folder {name} holds no *.safetensors or *.bin weights")
+        return files
+    import json
+
+    with _one_line_errors(name):
+        index = cached_file(name, "model.safetensors.index.json", revision=revision, **_QUIET)
+        if index is None:
+            return [Path(cached_file(name, "model.safetensors", revision=revision))]
+        parts = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        return [Path(cached_file(name, part, revision=revision)) for part in parts]
+
+
+_QUIET = {"_raise_exceptions_for_missing_entries": False}
+
+
+def truncated_config(config: Any, layers: int) -> Any:
+    """The configuration of the target's first `layers` decoder layers; per-layer lists are cut with it."""
+    text = config.get_text_config()
+    full = text.num_hidden_layers
+    for key, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == full and key != "architectures":
+            setattr(text, key, type(value)(value[:layers]))
+    text.num_hidden_layers = layers
+    return config
+
+
+def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
+    """The decoder stack of any Transformers model: its shallowest list of `count` layers.
+
+    Raises:
+        TargetError: there is none.
+    """
+    stacks = [
+        (name.count("."), name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and "vision" not in name
+    ]
+    if not stacks:
+        raise TargetError(f"{type(model).__name__} has no list of {count} decoder layers; it cannot be tapped")
+    return min(stacks, key=lambda stack: stack[:2])[2]
+
+
+def final_norm(decoder: nn.Module, hidden_size: int) -> nn.Module:
+    """The norm behind the last layer: the decoder's last own child with a weight `[H]`.
+
+    Raises:
+        TargetError: there is none.
+    """
+    for _, module in reversed(list(decoder.named_children())):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.shape == (hidden_size,):
+            return module
+    raise TargetError(f"{type(decoder).__name__} has no final norm with a weight of {hidden_size}")
+
+
+def load_head(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> TargetHead:
+    """Embedding, `lm_head` and final norm of a target, loading no decoder layer but the first.
+
+    Raises:
+        TargetError: the target cannot be loaded or its embedding cannot serve a drafter.
+    """
+    config = truncated_config(load_config(name, trust_remote_code=trust_remote_code), 1)
+    with _one_line_errors(name):
+        model = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    return head_of(model, final_norm(model.get_decoder(), config.get_text_config().hidden_size))
+
+
+@contextmanager
+def tapped(layers: nn.ModuleList, taps: Sequence[int], take: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `take(k, output)` with the residual stream `[b, T, H]` behind each tapped layer, as it is produced."""
+
+    def hook(k: int) -> Callable[..., None]:
+        def taken(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            take(k, output[0] if isinstance(output, tuple) else output)
+
+        return taken
+
+    handles = [layers[tap].register_forward_hook(hook(k)) for k, tap in enumerate(taps)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class TruncatedTarget:
+    """The target's embedding and its layers up to the deepest tap: all that extraction runs or loads.
+
+    Args:
+        name: Folder or hub name.
+        taps: 0-based layers, ascending.
+        dtype: Compute dtype of the weights; never float16 (activations overflow it).
+        device: Where it runs.
+        trust_remote_code: Whether the model's own code may be executed.
+
+    Raises:
+        TargetError: the target cannot be loaded.
+        ConfigError: a tap is not a layer of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        taps: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        trust_remote_code: bool = False,
+    ) -> None:
+        config = load_config(name, trust_remote_code=trust_remote_code)
+        check_taps(taps, config.get_text_config().num_hidden_layers)
+        depth = taps[-1] + 1
+        config = truncated_config(config, depth)
+        with _one_line_errors(name):
+            model = AutoModel.from_pretrained(name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.model = model.eval().requires_grad_(False).to(device)  # noqa: FBT003 - torch's signature
+        self.taps, self.device = taps, device
+        self.hidden_size = int(config.get_text_config().hidden_size)
+        self._layers = decoder_layers(self.model, depth)
+
+    @torch.inference_mode()
+    def capture(self, sequences: Sequence[np.ndarray], out: Tensor) -> None:
+        """Run one batch and copy each tap into place as it is produced.
+
+        Args:
+            sequences: Token ids, one int array `[T_i]` a sample. Shorter ones are padded on the right, where a
+                causal model cannot see the padding, so no attention mask is needed; pads are never copied.
+            out: `[sum of T_i, K, H]` on the target's device; filled sample after sample.
+        """
+        longest = max(len(ids) for ids in sequences)
+        padded = np.zeros((len(sequences), longest), dtype=np.int64)
+        real = np.zeros((len(sequences), longest), dtype=bool)
+        for row, ids in enumerate(sequences):
+            padded[row, : len(ids)] = ids
+            real[row, : len(ids)] = True
+        keep = None if real.all() else torch.from_numpy(real).to(self.device)
+
+        def take(k: int, output: Tensor) -> None:
+            out[:, k] = output.flatten(0, 1) if keep is None else output[keep]
+
+        with tapped(self._layers, self.taps, take):
+            self.model(input_ids=torch.from_numpy(padded).to(self.device), use_cache=False)
+
+
+class Target:
+    """The whole target, for decoding and verification.
+
+    Args:
+        name: Folder or hub name.
+        taps: 0-based layers whose states the drafter reads.
+        dtype: Dtype of the weights.
+        device: Where it runs.
+        trust_remote_code: Whether the model's own code may be executed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        taps: tuple[int, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        trust_remote_code: bool = False,
+    ) -> None:
+        with _one_line_errors(name):
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.model = model.eval().requires_grad_(False).to(device)  # noqa: FBT003 - torch's signature
+        text = model.config.get_text_config()
+        check_taps(taps, text.num_hidden_layers)
+        self.taps, self.device, self.dtype = taps, device, dtype
+        self.num_layers, self.hidden_size = int(text.num_hidden_layers), int(text.hidden_size)
+        self._layers = decoder_layers(self.model, self.num_layers)
+        self.head = head_of(model, final_norm(model.get_decoder(), self.hidden_size))
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """End-of-sequence ids of the target's generation config."""
+        ids = self.model.generation_config.eos_token_id
+        if ids is None:
+            return frozenset()
+        return frozenset(ids if isinstance(ids, list) else [ids])
+
+    def new_cache(self) -> DynamicCache:
+        """An empty key/value cache."""
+        return DynamicCache(config=self.model.config)
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, cache: DynamicCache, *, keep_logits: int) -> tuple[Tensor, Tensor]:
+        """Run tokens behind what the cache holds.
+
+        Args:
+            ids: `[T]`.
+            cache: Extended by T positions.
+            keep_logits: How many of the last positions need logits.
+
+        Returns:
+            Logits `[keep_logits, V]` and tapped states `[T, K*H]`.
+        """
+        taken: list[Tensor] = []
+        with tapped(self._layers, self.taps, lambda _, output: taken.append(output[0])):
+            logits = self.model(
+                input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=keep_logits
+            ).logits
+        return logits[0], torch.cat(taken, dim=-1)
