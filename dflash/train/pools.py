@@ -1,0 +1,137 @@
+"""Where samples come from: one bucket in a seeded order, or the whole corpus in order of arrival."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash.train.permutation import Permutation, derive_key
+
+IntArray = npt.NDArray[np.integer[Any]]
+_CHUNK = 1024
+_PLANNING_CHUNK = 1 << 16  # fits the processor's cache
+
+
+class Draw(NamedTuple):
+    """One sample of the stream."""
+
+    row: int
+    """Row of the sample in the corpus."""
+    epoch: int
+    """How often this sample was drawn before; with the natural mix that is the epoch."""
+
+
+class BucketPool:
+    """The samples of one bucket without end: pass after pass, each in an order of its own.
+
+    Args:
+        rows: Corpus rows of the bucket, `[n]` with n >= 1.
+        lengths: Tokens of every sample of the corpus, `[N]`.
+        key: Parts that, with the pass, decide the order: corpus digest, seed, bucket.
+        position: Samples already taken, over all passes.
+    """
+
+    def __init__(
+        self, rows: IntArray, lengths: IntArray, key: tuple[str | int, ...], position: int = 0
+    ) -> None:
+        self.position = position
+        self._rows, self._lengths, self._key = rows, lengths, key
+        self._chunk_rows: list[int] = []
+        self._chunk_lengths: list[int] = []
+        self._cursor = 0
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the next sample belongs to."""
+        return self.position // len(self._rows)
+
+    def peek(self) -> int:
+        """Tokens of the next sample."""
+        if self._cursor >= len(self._chunk_rows):
+            self._load()
+        return self._chunk_lengths[self._cursor]
+
+    def take(self) -> Draw:
+        """The next sample."""
+        if self._cursor >= len(self._chunk_rows):
+            self._load()
+        draw = Draw(self._chunk_rows[self._cursor], self.epoch)
+        self._cursor += 1
+        self.position += 1
+        return draw
+
+    def take_batch(self, budget: int) -> tuple[list[Draw], int]:
+        """The next samples of this pass for as long as they fit into `budget` tokens, and their tokens."""
+        epoch, rows, total = self.epoch, list[int](), 0
+        while self.epoch == epoch and total + self.peek() <= budget:
+            total += self.peek()
+            rows.append(self._chunk_rows[self._cursor])
+            self._cursor += 1
+            self.position += 1
+        return list(map(Draw._make, zip(rows, repeat(epoch), strict=False))), total
+
+    def count_batches(self, budget: int) -> int:
+        """How many `take_batch(budget)` it takes to use up the current pass from its beginning."""
+        ends = np.cumsum(self._pass_lengths())
+        count, start, used = 0, 0, 0
+        while start < len(ends):
+            start = int(ends.searchsorted(used + budget, side="right"))
+            used = int(ends[start - 1])
+            count += 1
+        return count
+
+    def _pass_lengths(self) -> npt.NDArray[np.int64]:
+        order = self._permutation()
+        lengths = np.empty(len(self._rows), np.int64)
+        for start in range(0, len(lengths), _PLANNING_CHUNK):
+            stop = min(start + _PLANNING_CHUNK, len(lengths))
+            lengths[start:stop] = self._lengths[self._rows[order.slice(start, stop)]]
+        return lengths
+
+    def _permutation(self) -> Permutation:
+        return Permutation(len(self._rows), derive_key("order", *self._key, self.epoch))
+
+    def _load(self) -> None:
+        # A chunk ends with its pass: the next pass has another permutation.
+        start = self.position % len(self._rows)
+        stop = min(start + _CHUNK, len(self._rows))
+        rows = self._rows[self._permutation().slice(start, stop)]
+        self._chunk_rows = rows.tolist()
+        self._chunk_lengths = self._lengths[rows].tolist()
+        self._cursor = 0
+
+
+class Arrivals:
+    """The corpus in order of its rows, epoch after epoch: the order in which a live source delivers.
+
+    Args:
+        lengths: Tokens of every sample of the corpus, `[N]`.
+        position: Samples already taken, over all epochs.
+    """
+
+    def __init__(self, lengths: IntArray, position: int = 0) -> None:
+        self.position = position
+        self._lengths = lengths
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next sample belongs to."""
+        return self.position // len(self._lengths)
+
+    @property
+    def within_epoch(self) -> bool:
+        """Whether the current epoch has begun and still has samples to deliver."""
+        return self.position % len(self._lengths) > 0
+
+    def peek(self) -> int:
+        """Tokens of the next sample."""
+        return int(self._lengths[self.position % len(self._lengths)])
+
+    def take(self) -> Draw:
+        """The next sample."""
+        epoch, row = divmod(self.position, len(self._lengths))
+        self.position += 1
+        return Draw(row, epoch)
