@@ -1,0 +1,1 @@
+"""The store between the stages; see docs/cache-format.md."""

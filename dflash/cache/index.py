@@ -1,0 +1,391 @@
+"""The index: Arrow fragments, one row a sample. A fragment is the commit record of the shards it names.
+
+Loading reads the fragments alone, never a shard: it checks each fragment's checksum, its schema and every row
+against the layout that the row's shard must have, and sorts by sample id, so that the row order does not
+depend on how many writers there were. The columns are specified in docs/cache-format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import crc32c
+import numpy as np
+import pyarrow as pa
+
+from dflash.cache.manifest import FORMAT_VERSION, Manifest, bucket_name, load_manifest
+from dflash.cache.shard import DATA_START, SHARDS_FOLDER, ShardLayout, is_shard_name
+from dflash.errors import CacheCorrupt, CacheError, CacheIncomplete
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+INDEX_FOLDER = "index"
+FRAGMENT_SUFFIX = ".arrow"
+MAX_FRAGMENT_ROWS = 1 << 20
+"""Bounds the memory that one fragment needs while it is loaded."""
+MAX_FRAGMENT_BYTES = 1 << 28
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.uint64(), nullable=False),
+        pa.field("bucket", pa.int32(), nullable=False),
+        pa.field("shard", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        pa.field("row", pa.int32(), nullable=False),
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("supervised", pa.int32(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("nbytes", pa.int64(), nullable=False),
+        pa.field("crc32c", pa.uint32(), nullable=False),
+    ]
+)
+_ROW_BYTES = 48
+"""Bytes of a row's fixed-width values: no fragment holds more rows than its size allows."""
+_CHECKSUM_MARK = b"crc32c:"
+_CHECKSUM_BLANK = b"00000000"
+_REPAIR = "restore the file from a copy, or extract into a new folder with `dflash extract`"
+
+
+class IndexRow(NamedTuple):
+    """One committed sample, as its fragment stores it."""
+
+    id: int
+    length: int
+    """Tokens."""
+    supervised: int
+    """Tokens whose loss mask is 1."""
+    offset: int
+    """First byte of the hidden states in the shard."""
+    nbytes: int
+    """Bytes of the hidden states."""
+    crc32c: int
+
+
+class Extents(NamedTuple):
+    """Where samples lie; every array has one entry a sample."""
+
+    shards: NDArray[np.int64]
+    """Positions in `CacheIndex.layouts`."""
+    shard_rows: NDArray[np.int64]
+    """0-based position of the sample in its shard."""
+    offsets: NDArray[np.int64]
+    """First byte of the hidden states in the shard."""
+    crcs: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False)
+class CacheIndex:
+    """All committed samples. A row is a sample; rows are sorted by id."""
+
+    ids: NDArray[np.uint64]
+    buckets: NDArray[np.int16]
+    """0-based bucket numbers."""
+    lengths: NDArray[np.int32]
+    """Tokens."""
+    supervised: NDArray[np.int32]
+    """Supervised tokens."""
+    layouts: tuple[ShardLayout, ...]
+    """The committed shards, in the order of their fragments."""
+    stored: _Stored
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def locate(self, rows: NDArray[np.int64]) -> Extents:
+        """Where these rows lie in the shards."""
+        places = self.stored.places[rows]
+        shards = np.searchsorted(self.stored.shard_starts, places, side="right") - 1
+        shard_rows = places - self.stored.shard_starts[shards]
+        return Extents(shards, shard_rows, self.stored.offsets[places], self.stored.crcs[places])
+
+    def digest(self) -> str:
+        """Sha256 (64 hex digits) of all ids, then all checksums, in row order."""
+        state = hashlib.sha256(self.ids.astype("<u8", copy=False).data)
+        state.update(self.stored.crcs[self.stored.places].astype("<u4", copy=False).data)
+        return state.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """Columns that only reads of samples need; sorting them would cost time, so they stay as stored."""
+
+    places: NDArray[np.int64]
+    """Row of the index to place in the order of the fragments."""
+    offsets: NDArray[np.int64]
+    crcs: NDArray[np.uint32]
+    shard_starts: NDArray[np.int64]
+    """First place of each shard."""
+
+
+def fragment_path(cache: Path, name: str) -> Path:
+    """Path of the fragment called `name`."""
+    return cache / INDEX_FOLDER / f"{name}{FRAGMENT_SUFFIX}"
+
+
+def fragment_bytes(layout: ShardLayout, rows: Sequence[IndexRow], name: str) -> bytes:
+    """The fragment `name` that commits one shard."""
+    count = len(rows)
+    columns: dict[str, Any] = {key: [getattr(row, key) for row in rows] for key in IndexRow._fields}
+    columns |= {
+        "bucket": np.full(count, layout.edge, np.int32),
+        "shard": np.zeros(count, np.int32),
+        "row": np.arange(count, dtype=np.int32),
+    }
+    return encode_fragment([layout.name], columns, name, layout.manifest.digest())
+
+
+def encode_fragment(shards: Sequence[str], columns: Mapping[str, Any], name: str, identity: str) -> bytes:
+    """A fragment that commits these shards: an Arrow IPC stream with its own checksum in the schema.
+
+    Args:
+        shards: Names of the shards.
+        columns: The columns of `SCHEMA` in the order of the shards; `shard` holds positions in `shards`.
+        name: The fragment's name, without folder and suffix.
+        identity: Digest of the cache's identity.
+    """
+    metadata = {
+        "dflash.format": str(FORMAT_VERSION),
+        "dflash.checksum": (_CHECKSUM_MARK + _CHECKSUM_BLANK).decode(),
+        "dflash.fragment": name,
+        "dflash.identity": identity,
+    }
+    schema = SCHEMA.with_metadata(metadata)
+    positions = pa.DictionaryArray.from_arrays(pa.array(columns["shard"], pa.int32()), pa.array(shards))
+    arrays = [
+        positions if column.name == "shard" else pa.array(columns[column.name], column.type)
+        for column in SCHEMA
+    ]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as stream:
+        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    data = bytearray(sink.getvalue())
+    at = data.index(_CHECKSUM_MARK) + len(_CHECKSUM_MARK)
+    data[at : at + 8] = b"%08x" % crc32c.crc32c(data)
+    return bytes(data)
+
+
+def load_index(cache: Path, manifest: Manifest) -> CacheIndex:
+    """Load and check all index fragments of a cache, complete or not.
+
+    Raises:
+        CacheCorrupt: a fragment is damaged, belongs elsewhere, or two of them claim the same sample or shard.
+    """
+    paths = _fragment_paths(cache)
+    sizes = [path.stat().st_size for path in paths]
+    kinds = (np.uint64, np.int16, np.int32, np.int32, np.int64, np.uint32)
+    columns: list[NDArray[Any]] = [np.empty(sum(sizes) // _ROW_BYTES, kind) for kind in kinds]
+    scratch = bytearray(min(max(sizes, default=0), MAX_FRAGMENT_BYTES) + 1)
+    layouts: list[ShardLayout] = []
+    ends: list[int] = []
+    count = 0
+    for path in paths:
+        parts, committed = _load_fragment(path, manifest, scratch)
+        end = count + len(parts[0])
+        for column, part in zip(columns, parts, strict=True):
+            column[count:end] = part
+        layouts += committed
+        ends.append(end)
+        count = end
+    if len({layout.name for layout in layouts}) < len(layouts):
+        raise CacheCorrupt(_shared_shard(paths, ends, layouts))
+    ids, buckets, lengths, supervised, offsets, crcs = (column[:count] for column in columns)
+    del columns
+    places = np.argsort(ids)
+    ids = ids[places]
+    _check_unique(ids, places, paths, ends)
+    starts = np.cumsum([0, *(layout.samples for layout in layouts)])[:-1]
+    stored = _Stored(places, offsets, crcs, starts)
+    return CacheIndex(ids, buckets[places], lengths[places], supervised[places], tuple(layouts), stored)
+
+
+def committed_ids(cache: Path) -> NDArray[np.uint64]:
+    """Ids of the committed samples [N], ascending; the cache may be incomplete.
+
+    Raises:
+        CacheError: `cache` is not a cache, or is damaged.
+    """
+    return load_index(cache, load_manifest(cache)).ids
+
+
+def check_complete(cache: Path, manifest: Manifest, index: CacheIndex) -> None:
+    """Refuse a cache that lacks samples.
+
+    Raises:
+        CacheIncomplete: extraction has not finished.
+        CacheCorrupt: the cache was finished, but its index holds another number of samples.
+    """
+    count = f"{len(index)} of {manifest.expected_samples} samples"
+    if not manifest.complete:
+        raise CacheIncomplete(f"{cache} holds {count}; run the same `dflash extract` again to finish it")
+    if len(index) != manifest.expected_samples:
+        committed = {layout.name for layout in index.layouts}
+        orphans = [name for name in shards_on_disk(cache) if name not in committed]
+        hint = f"; no index fragment commits {', '.join(orphans[:3])}" if orphans else ""
+        raise CacheCorrupt(
+            f"{cache / INDEX_FOLDER} lacks fragments or has foreign ones: it holds {count}{hint}; {_REPAIR}"
+        )
+    if manifest.content_digest is not None and index.digest() != manifest.content_digest:
+        raise CacheCorrupt(f"{cache / INDEX_FOLDER}: not the samples that were there at the end; {_REPAIR}")
+
+
+def shards_on_disk(cache: Path) -> list[str]:
+    """Names of the shards that exist, committed or not, in order."""
+    return sorted(
+        name
+        for path in (cache / SHARDS_FOLDER).glob("*/*")
+        if is_shard_name(name := path.relative_to(cache).as_posix())
+    )
+
+
+def _fragment_paths(cache: Path) -> list[Path]:
+    try:
+        return sorted(path for path in (cache / INDEX_FOLDER).iterdir() if path.suffix == FRAGMENT_SUFFIX)
+    except FileNotFoundError:
+        return []  # a cache without a committed sample
+    except OSError as error:
+        raise CacheError(f"cannot read {cache / INDEX_FOLDER}: {error}") from error
+
+
+def _shared_shard(paths: Sequence[Path], ends: Sequence[int], layouts: Sequence[ShardLayout]) -> str:
+    """The message for two fragments that commit the same shard."""
+    owner: dict[str, Path] = {}
+    place = 0
+    for layout in layouts:
+        path = paths[int(np.searchsorted(ends, place, side="right"))]
+        place += layout.samples
+        if layout.name in owner:
+            return f"{owner[layout.name]} and {path} both commit {layout.name}; {_REPAIR}"
+        owner[layout.name] = path
+    raise AssertionError("called without a shared shard")
+
+
+def _check_unique(
+    ids: NDArray[np.uint64], places: NDArray[np.int64], paths: Sequence[Path], ends: Sequence[int]
+) -> None:
+    """Refuse sorted ids in which one occurs twice."""
+    repeats = np.flatnonzero(ids[1:] == ids[:-1])
+    if len(repeats):
+        row = int(repeats[0])
+        one, other = sorted(
+            paths[int(np.searchsorted(ends, places[at], side="right"))] for at in (row, row + 1)
+        )
+        raise CacheCorrupt(
+            f"{one} and {other} both commit sample {int(ids[row])} ({len(repeats)} in all); {_REPAIR}"
+        )
+
+
+def _load_fragment(
+    path: Path, manifest: Manifest, scratch: bytearray
+) -> tuple[list[NDArray[Any]], list[ShardLayout]]:
+    """Read one fragment: its columns, which live in `scratch`, and its shards.
+
+    Whatever is wrong with the file is a CacheCorrupt that names it.
+    """
+    data = _verified_bytes(path, scratch)
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as stream:
+            schema, batches = stream.schema, list(stream)
+        if len(batches) != 1 or not schema.equals(SCHEMA):
+            raise CacheCorrupt(f"{path}: not one record batch of the index schema; {_REPAIR}")
+        batch = batches[0]
+        batch.validate(full=True)
+        if any(column.null_count for column in batch.columns):
+            raise CacheCorrupt(f"{path}: it holds nulls; {_REPAIR}")
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise CacheCorrupt(
+            f"{path}: not an Arrow stream ({str(error).splitlines()[0]}); {_REPAIR}"
+        ) from error
+    _check_metadata(path, schema.metadata or {}, manifest)
+    return _checked_rows(path, batch, manifest)
+
+
+def _verified_bytes(path: Path, scratch: bytearray) -> memoryview:
+    """A fragment's bytes in `scratch`, its checksum blanked, after checking it."""
+    try:
+        with path.open("rb") as file:
+            size = file.readinto(scratch)
+    except OSError as error:
+        raise CacheCorrupt(f"{path}: cannot be read ({error}); {_REPAIR}") from error
+    if size >= len(scratch):
+        raise CacheCorrupt(f"{path}: it has grown, or is larger than {MAX_FRAGMENT_BYTES} bytes; {_REPAIR}")
+    data = memoryview(scratch)[:size]
+    at = scratch.find(_CHECKSUM_MARK, 0, min(size, 1 << 14)) + len(_CHECKSUM_MARK)
+    stated = bytes(data[at : at + 8])
+    if len(stated) == 8:
+        data[at : at + 8] = _CHECKSUM_BLANK
+    if stated != b"%08x" % crc32c.crc32c(data):
+        raise CacheCorrupt(
+            f"{path}: its bytes do not fit its checksum, it is damaged or cut short; {_REPAIR}"
+        )
+    return data
+
+
+def _check_metadata(path: Path, metadata: dict[bytes, bytes], manifest: Manifest) -> None:
+    expected = {
+        "format": str(FORMAT_VERSION),
+        "fragment": path.name.removesuffix(FRAGMENT_SUFFIX),
+        "identity": manifest.digest(),
+    }
+    for key, value in expected.items():
+        found = metadata.get(f"dflash.{key}".encode(), b"").decode(errors="replace")
+        if found != value:
+            raise CacheCorrupt(
+                f"{path}: belongs to another cache or place: {key} {found!r:.80}, not {value!r}; {_REPAIR}"
+            )
+
+
+def _checked_rows(path: Path, batch: Any, manifest: Manifest) -> tuple[list[NDArray[Any]], list[ShardLayout]]:
+    """A fragment's columns and shards, after checking each row against the layout of its shard."""
+    names, count = batch.column("shard").dictionary.to_pylist(), len(batch)
+    edges = (0, *manifest.identity.bucket_edges)
+    number = {f"{SHARDS_FOLDER}/{bucket_name(edge)}": bucket for bucket, edge in enumerate(edges[1:])}
+    buckets = [number.get(name.rpartition("/")[0], -1) if is_shard_name(name) else -1 for name in names]
+    if -1 in buckets or len(set(names)) < len(names) or not 1 <= count <= MAX_FRAGMENT_ROWS:
+        raise CacheCorrupt(f"{path}: unusable shard names, repeated ones, or row count {count}; {_REPAIR}")
+    shard = batch.column("shard").indices.to_numpy()
+    samples = np.bincount(shard, minlength=len(names))
+    if bool(np.any(shard[1:] < shard[:-1])) or not samples.all():
+        raise CacheCorrupt(f"{path}: its rows are not in the order of its shards; {_REPAIR}")
+    first = np.cumsum(samples) - samples  # first row of each shard
+    column = {name: batch.column(name).to_numpy() for name in SCHEMA.names if name != "shard"}
+    bucket = np.repeat(np.array(buckets, np.int16), samples)
+    valid = _validity(column, np.array(edges, np.int32), bucket, samples, manifest.identity.bytes_per_token)
+    for name, good in valid.items():
+        if not good.all():
+            row = int(np.argmin(good))
+            raise CacheCorrupt(f"{path}: row {row} has an impossible {name} {column[name][row]}; {_REPAIR}")
+    tokens = np.add.reduceat(column["length"], first, dtype=np.int64)
+    layouts = [
+        ShardLayout(name, manifest, edges[bucket + 1], int(rows), int(total))
+        for name, bucket, rows, total in zip(names, buckets, samples, tokens, strict=True)
+    ]
+    kept = [column["id"], bucket, column["length"], column["supervised"], column["offset"], column["crc32c"]]
+    return kept, layouts
+
+
+def _validity(
+    column: Mapping[str, NDArray[Any]],
+    edges: NDArray[np.int32],
+    bucket: NDArray[np.int16],
+    samples: NDArray[np.int64],
+    size: int,
+) -> dict[str, NDArray[np.bool_]]:
+    """For each column that the layout determines or bounds, which rows are possible; `edges` start with 0."""
+    length, offset, nbytes = column["length"], column["offset"], column["nbytes"]
+    edge = edges[1:][bucket]
+    first = np.cumsum(samples) - samples
+    contiguous = np.empty(len(length), np.bool_)
+    contiguous[1:] = offset[:-1] + nbytes[:-1] == offset[1:]
+    contiguous[first] = offset[first] == DATA_START
+    return {
+        "bucket": column["bucket"] == edge,
+        "row": column["row"] == np.arange(len(length)) - np.repeat(first, samples),
+        "length": (length <= edge) & (length > edges[bucket]),
+        "supervised": (column["supervised"] >= 0) & (column["supervised"] <= length),
+        "nbytes": nbytes == np.multiply(length, size, dtype=np.int64),
+        "offset": contiguous,
+    }
