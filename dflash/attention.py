@@ -6,11 +6,12 @@ anchor) and all B slots of its own, and nothing else.
 
 Dimensions: T context rows, A blocks, B slots a block, h query heads, g key/value heads, d head size.
 
-Three implementations of the same function:
+Implementations of the same function:
 - `dense_attention`: one masked attention over everything; the oracle of the tests.
 - `grouped_attention`: blocks of one document in groups, each reading only the context that its last block sees.
   For CPUs, where flex_attention has no backward.
 - `flex_block_attention`: compiled flex_attention with a block mask. For CUDA.
+- `lone_attention`: one block that sees everything. For decoding.
 """
 
 from __future__ import annotations
@@ -126,6 +127,14 @@ def dense_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: B
     """One masked attention over all context and all blocks: simple, exact, quadratic."""
     mask = visible(layout, context.key.shape[0], query.shape[1])
     return _sdpa(query.flatten(0, 1), _joined(context, block), mask).view_as(query)
+
+
+def lone_attention(query: Tensor, context: KeyValue, block: KeyValue, _layout: BlockLayout) -> Tensor:
+    """One block behind its whole context, as in decoding: everything is visible, so there is no mask."""
+    keys = _joined(context, block)
+    heads_first = [x.transpose(0, 1)[None] for x in (query[0], *keys)]  # [1, heads, rows, d]
+    gqa = query.shape[2] != keys.key.shape[1]
+    return F.scaled_dot_product_attention(*heads_first, enable_gqa=gqa)[0].transpose(0, 1)[None]
 
 
 def grouped_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:

@@ -8,6 +8,7 @@ DflashError
 │   ├── CacheIncomplete    extraction has not finished
 │   ├── CacheCorrupt       bytes differ from what was committed
 │   └── CacheMismatch      another identity than the one asked for
+├── TrainingError          training cannot go on: a loss that is not finite, say
 └── CheckpointError        a drafter or training state that cannot be read or does not fit
 
 The command line prints such an error as one line and exits with code 2; anything else is a fault of the
@@ -45,6 +46,10 @@ class CacheCorrupt(CacheError):  # noqa: N818
 
 class CacheMismatch(CacheError):  # noqa: N818
     """The cache has another identity than the one asked for."""
+
+
+class TrainingError(DflashError):
+    """Training cannot go on: a loss that is not finite, say."""
 
 
 class CheckpointError(DflashError):

@@ -1,0 +1,100 @@
+"""Processes of a run: starting them, joining them, and sums over them. Everything works with one process too."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as torch_dist
+
+from dflash.errors import ConfigError
+from dflash.world import World
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def default_nproc() -> int:
+    """One process a GPU; one on a machine without."""
+    return max(torch.cuda.device_count(), 1)
+
+
+def device_of(world: World) -> torch.device:
+    """The GPU of this process, or the CPU."""
+    return torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextmanager
+def process_group(world: World) -> Iterator[None]:
+    """Join the other processes for the length of the block: NCCL between GPUs, gloo between CPUs.
+
+    Does nothing for a world of one, or when the caller has joined already.
+    """
+    device = device_of(world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.size == 1 or torch_dist.is_initialized():
+        yield
+        return
+    bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    torch_dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, **bound)
+    try:
+        yield
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum a tensor over all ranks, in place; alone, it is returned as it is."""
+    if torch_dist.is_initialized():
+        torch_dist.all_reduce(values)
+    return values
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if torch_dist.is_initialized():
+        torch_dist.barrier()
+
+
+def launch(arguments: Sequence[str], nproc: int) -> None:
+    """Start this command `nproc` times on this machine through torch.distributed's elastic launcher.
+
+    A process that fails ends the others, and its own error is what is shown.
+
+    Args:
+        arguments: The command line behind `python -m dflash`.
+        nproc: Number of processes.
+
+    Raises:
+        ConfigError: more processes than GPUs.
+        SystemExit: a process failed; carries its exit code.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    gpus = torch.cuda.device_count()
+    if gpus and nproc > gpus:
+        raise ConfigError(f"--nproc {nproc} is more than the {gpus} visible GPUs; use at most one process a GPU")
+    # As torchrun does it: without this every process would use all cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=f"dflash-{os.getpid()}",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "dflash", *arguments)
+    except ChildFailedError as error:
+        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+        raise SystemExit(first.exitcode if first.exitcode > 0 else 1) from None

@@ -1,0 +1,189 @@
+"""From samples of the cache to a packed micro-batch: contexts one after another, blocks at anchors, labels.
+
+Anchors are dealt per sample, not per packed row, so that short documents get their share; they depend on
+(seed, epoch, sample id) alone, so that batching, ranks and workers change nothing.
+
+Dimensions: T context rows, A blocks, B slots a block, K taps, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash.attention import BlockLayout
+from dflash.cache.writer import Sample
+from dflash.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AnchorConfig:
+    """How many anchors a sample gets."""
+
+    anchors: int = 512
+    """Most anchors of one sample in one epoch."""
+    density: float = 0.25
+    """Anchors per supervised token."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse settings that would train nothing.
+
+        Raises:
+            ConfigError: names the value and its range.
+        """
+        if self.anchors < 1:
+            raise ConfigError(f"--anchors {self.anchors} leaves samples without a block; use 1 or more")
+        if not 0 < self.density <= 1:
+            raise ConfigError(f"--anchor-density {self.density} must be in (0, 1]")
+
+
+def choose_anchors(loss_mask: np.ndarray, sample_id: int, epoch: int, config: AnchorConfig) -> np.ndarray:
+    """Anchor positions of one sample in one epoch, ascending int64, drawn without replacement.
+
+    A position is valid when it and the next one are supervised (contract, section 3). The count is `density`
+    times the supervised tokens, at least one, at most `anchors` and at most the valid positions; a sample
+    without a valid position gets none.
+    """
+    supervised = loss_mask.astype(bool)
+    valid = np.flatnonzero(supervised[:-1] & supervised[1:])
+    wanted = max(1, round(config.density * int(supervised.sum())))
+    count = min(wanted, config.anchors, len(valid))
+    generator = np.random.default_rng((config.seed, epoch, sample_id))
+    return np.sort(generator.choice(valid, size=count, replace=False)) if count else valid[:0]
+
+
+class BlockShape(NamedTuple):
+    """What every block looks like; it comes from the drafter."""
+
+    size: int
+    """B, the anchor included."""
+    mask_token_id: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A sample as one epoch trains on it."""
+
+    sample: Sample
+    anchors: np.ndarray
+    bucket: int
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A micro-batch of packed documents."""
+
+    features: Tensor
+    """Tapped hidden states of the context `[T, K*H]`, in the cache's dtype."""
+    context_positions: Tensor
+    """Position of each context row in its document, int64 `[T]`."""
+    block_ids: Tensor
+    """`[anchor token, MASK x (B-1)]` of each block, int64 `[A, B]`."""
+    block_positions: Tensor
+    """Positions in the document, int64 `[A, B]`."""
+    labels: Tensor
+    """Token at position anchor + k for k = 1..B-1, int64 `[A, B-1]`; 0 where `counted` is false."""
+    counted: Tensor
+    """Whether that token is inside the document and supervised, bool `[A, B-1]`."""
+    layout: BlockLayout
+    buckets: Tensor
+    """Length bucket of each block's sample, int64 `[A]`."""
+    samples: tuple[int, ...]
+    """Ids of the samples, for error messages and the record."""
+    tokens: int
+    """Tokens of the samples, as the sampler counts them."""
+
+    @property
+    def blocks(self) -> int:
+        """A."""
+        return self.block_ids.shape[0]
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch on another device; copies from pinned memory do not block."""
+        if device.type == "cpu":
+            return self
+        layout = BlockLayout(
+            self.layout.context_start.to(device, non_blocking=True),
+            self.layout.context_end.to(device, non_blocking=True),
+            self.layout.groups,
+        )
+        return replace(self, layout=layout, **{k: v.to(device, non_blocking=True) for k, v in self._tensors().items()})
+
+    def pin(self) -> PackedBatch:
+        """The same batch in page-locked memory, from which CUDA copies run beside the computation."""
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of a batch that another stream copied until this stream has used it."""
+        for tensor in (*self._tensors().values(), self.layout.context_start, self.layout.context_end):
+            tensor.record_stream(stream)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+
+def documents(
+    samples: Iterable[Sample], epochs: Sequence[int], buckets: Sequence[int], config: AnchorConfig
+) -> list[Document]:
+    """Deal anchors to samples."""
+    return [
+        Document(sample, choose_anchors(sample.loss_mask, sample.id, epoch, config), bucket)
+        for sample, epoch, bucket in zip(samples, epochs, buckets, strict=True)
+    ]
+
+
+def pack(docs: Sequence[Document], shape: BlockShape) -> PackedBatch:
+    """Pack documents into one micro-batch.
+
+    Context rows behind a document's last anchor are left out: no block sees them.
+    """
+    # A document without anchors has no context that anything reads, so it packs to nothing.
+    rows = [int(doc.anchors[-1]) if len(doc.anchors) else 0 for doc in docs]
+    starts = np.concatenate([[0], np.cumsum(rows)])[:-1].astype(np.int64)
+    parts = [_blocks_of(doc, shape) for doc in docs if len(doc.anchors)] or [_no_blocks(shape)]
+    ids, positions, labels, counted = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
+    per_doc = [len(doc.anchors) for doc in docs]
+    first_row = np.repeat(starts, per_doc)
+    anchors = np.concatenate([doc.anchors for doc in docs]) if docs else np.zeros(0, np.int64)
+    return PackedBatch(
+        features=_features(docs, rows),
+        context_positions=torch.cat([torch.arange(0), *(torch.arange(count) for count in rows)]),
+        block_ids=ids,
+        block_positions=positions,
+        labels=labels,
+        counted=counted,
+        layout=BlockLayout.build(first_row.tolist(), (first_row + anchors).tolist()),
+        buckets=torch.from_numpy(np.repeat(np.array([doc.bucket for doc in docs], np.int64), per_doc)),
+        samples=tuple(doc.sample.id for doc in docs),
+        tokens=sum(len(doc.sample.input_ids) for doc in docs),
+    )
+
+
+def _features(docs: Sequence[Document], rows: Sequence[int]) -> Tensor:
+    # [rows, K, H] of each document, one after another -> [T, K*H]
+    parts = [doc.sample.hidden_states[:count] for doc, count in zip(docs, rows, strict=True)]
+    return torch.cat(parts).flatten(1) if parts else torch.zeros(0, 0)
+
+
+def _blocks_of(doc: Document, shape: BlockShape) -> tuple[np.ndarray, ...]:
+    ids = doc.sample.input_ids.astype(np.int64)
+    length = len(ids)
+    positions = doc.anchors[:, None] + np.arange(shape.size)  # [A, B]
+    block_ids = np.full_like(positions, shape.mask_token_id)
+    block_ids[:, 0] = ids[doc.anchors]
+    ahead = positions[:, 1:]
+    inside = ahead < length
+    clipped = np.minimum(ahead, length - 1)
+    counted = inside & doc.sample.loss_mask.astype(bool)[clipped]
+    return block_ids, positions, np.where(counted, ids[clipped], 0), counted
+
+
+def _no_blocks(shape: BlockShape) -> tuple[np.ndarray, ...]:
+    whole = np.zeros((0, shape.size), np.int64)
+    return whole, whole, whole[:, 1:], whole[:, 1:].astype(bool)

@@ -1,0 +1,155 @@
+"""Checkpoints of a run: `RUN/checkpoints/step-000100/`, servable as they are, and enough to go on bit for bit.
+
+    config.json, model.safetensors    the drafter in bf16, in the layout that servers load
+    trainer.safetensors               float32 master weights and optimizer moments
+    trainer.json                      step, sampler position, settings, and a digest of each file above
+
+A checkpoint is written into a hidden folder, flushed, and renamed, so that it is whole or absent. The newest one
+is found by what is whole, not by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash.drafter import Drafter
+from dflash.errors import CheckpointError
+from dflash.files import digest_file, fsync_path, json_bytes
+from dflash.pretrained import CONFIG_NAME, WEIGHTS_NAME, write_drafter
+
+FOLDER = "checkpoints"
+STATE_NAME = "trainer.json"
+TENSORS_NAME = "trainer.safetensors"
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a run needs beside tensors to go on as if it had never stopped."""
+
+    step: int
+    """Optimizer steps done."""
+    sampler: dict[str, Any]
+    """Position of the sampler behind the last consumed step."""
+    settings: dict[str, Any]
+    """Resolved settings that must not change within a run."""
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Folder of the checkpoint behind `step` steps."""
+    return run / FOLDER / f"step-{step:06d}"
+
+
+def save_checkpoint(
+    run: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, state: TrainState, *, keep: int = 3
+) -> Path:
+    """Write a checkpoint; older ones beyond `keep` are removed once it is in place.
+
+    Raises:
+        CheckpointError: a weight is not finite.
+        OSError: the disk is full, say; earlier checkpoints are untouched.
+    """
+    final = checkpoint_path(run, state.step)
+    tmp = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    try:
+        write_drafter(drafter, tmp)
+        save_file(_tensors(drafter, optimizer), tmp / TENSORS_NAME)
+        files = {name: digest_file(tmp / name) for name in (CONFIG_NAME, WEIGHTS_NAME, TENSORS_NAME)}
+        (tmp / STATE_NAME).write_bytes(json_bytes({**vars(state), "files": files}))
+        for path in (*tmp.iterdir(), tmp):
+            fsync_path(path)
+        shutil.rmtree(final, ignore_errors=True)
+        tmp.rename(final)
+        fsync_path(final.parent)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    for old in _checkpoints(run)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _tensors(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    names = {parameter: name for name, parameter in drafter.named_parameters()}
+    tensors = {f"master.{name}": parameter.detach() for parameter, name in names.items()}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            tensors[f"optimizer.{names[parameter]}.{key}"] = torch.as_tensor(value)
+    return {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """All checkpoint folders of a run, newest first, whole or not."""
+    found = [path for path in (run / FOLDER).glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None."""
+    return next((path for path in _checkpoints(run) if is_whole(path)), None)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether every file of a checkpoint has the bytes that were written."""
+    try:
+        files = json.loads((checkpoint / STATE_NAME).read_bytes())["files"]
+        return all(digest_file(checkpoint / name) == digest for name, digest in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def load_state(checkpoint: Path) -> TrainState:
+    """Read the state beside the tensors.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    path = checkpoint / STATE_NAME
+    try:
+        raw = json.loads(path.read_bytes())
+        return TrainState(raw["step"], raw["sampler"], raw["settings"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a training state ({error!r})") from error
+
+
+def restore(checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
+    """Put master weights and optimizer moments back, exactly.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown or of another shape.
+    """
+    path = checkpoint / TENSORS_NAME
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from an earlier checkpoint") from error
+    parameters = dict(drafter.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(_take(tensors, f"master.{name}", parameter.shape, path))
+    for name, parameter in parameters.items():
+        prefix = f"optimizer.{name}."
+        keys = [key for key in tensors if key.startswith(prefix)]
+        optimizer.state[parameter] = {key[len(prefix) :]: tensors.pop(key).to(parameter.device) for key in keys}
+    if tensors:
+        raise CheckpointError(f"{path} holds unknown tensors, e.g. {sorted(tensors)[0]}; it is of another drafter")
+
+
+def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size, path: Path) -> Tensor:
+    tensor = tensors.pop(name, None)
+    if tensor is None or tensor.shape != shape:
+        found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+        raise CheckpointError(f"{path}: {name} is {found}, this run needs {tuple(shape)}")
+    return tensor

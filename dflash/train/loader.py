@@ -1,0 +1,151 @@
+"""Feeding the trainer: one thread plans, reads, verifies and packs ahead of the step that is being computed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dflash.cache.reader import CacheReader
+from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
+from dflash.train.sampler import Draw, Sampler, SamplerState, Step, batches_for
+from dflash.world import World
+
+STEPS_AHEAD = 2
+"""Steps that are packed before they are needed; the rest of the sampler's window stays on the disk."""
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """One optimizer step as this rank computes it."""
+
+    batches: list[PackedBatch]
+    """This rank's micro-batches, the same number on every rank."""
+    draws: np.ndarray
+    """Tokens by micro-batch and bucket over all ranks, int64 `[batches_per_step, buckets]`."""
+    state: SamplerState
+    """The sampler's position behind this step."""
+    tokens_before: int
+    """Tokens of all steps before this one."""
+
+
+class BlockPlan(NamedTuple):
+    """How samples become blocks."""
+
+    anchors: AnchorConfig
+    shape: BlockShape
+
+
+class StepLoader:
+    """Iterates over the steps of a sampler; a context manager, because it owns a thread.
+
+    Args:
+        reader: The cache; every read is verified.
+        sampler: Decides what is read. The loader advances it.
+        blocks: How many blocks samples get, and of which shape.
+        world: Which micro-batches are this rank's.
+        device: Where batches end up; for CUDA they are pinned here and copied beside the computation.
+    """
+
+    def __init__(
+        self, reader: CacheReader, sampler: Sampler, blocks: BlockPlan, world: World, device: torch.device
+    ) -> None:
+        self._reader, self._sampler, self._blocks = reader, sampler, blocks
+        self._world, self._device = world, device
+        self._ready: queue.Queue[LoadedStep | BaseException | None] = queue.Queue(maxsize=STEPS_AHEAD)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._produce, name="step-loader", daemon=True)
+        self.waited = 0.0
+        """Seconds that the trainer has waited for data."""
+
+    def __enter__(self) -> StepLoader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._stop.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get(timeout=0.05)  # makes room, so that a waiting producer sees the event
+            except queue.Empty:
+                continue
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[LoadedStep]:
+        while True:
+            started = time.perf_counter()
+            item = self._ready.get()
+            self.waited += time.perf_counter() - started
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def _produce(self) -> None:
+        try:
+            while not self._stop.is_set():
+                before = self._sampler.tokens
+                step = self._sampler.next_step()
+                if step is None:
+                    break
+                self._put(self._load(step, before))
+            self._put(None)
+        except BaseException as error:  # noqa: BLE001 - raised again in the trainer's thread
+            self._put(error)
+
+    def _put(self, item: LoadedStep | BaseException | None) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def _load(self, step: Step, before: int) -> LoadedStep:
+        state = self._sampler.state()
+        batches = [self._batch(slot.draws) for slot in batches_for(step, self._world)]
+        return LoadedStep(batches, self._draws(step), state, before)
+
+    def _batch(self, slot: Sequence[Draw]) -> PackedBatch:
+        rows = [draw.row for draw in slot]
+        samples = self._reader.read(rows)
+        buckets = self._reader.index.buckets[rows].tolist()
+        docs = documents(samples, [draw.epoch for draw in slot], buckets, self._blocks.anchors)
+        batch = pack(docs, self._blocks.shape)
+        return batch.pin() if self._device.type == "cuda" else batch
+
+    def _draws(self, step: Step) -> np.ndarray:
+        index = self._reader.index
+        buckets = len(self._reader.manifest.identity.bucket_edges)
+        draws = np.zeros((len(step.batches), buckets), np.int64)
+        for slot, batch in enumerate(step.batches):
+            rows = [draw.row for draw in batch]
+            np.add.at(draws[slot], index.buckets[rows], index.lengths[rows])
+        return draws
+
+
+def on_device(batches: Sequence[PackedBatch], device: torch.device) -> Iterator[PackedBatch]:
+    """Move batches to the device one ahead of their use, on a stream of their own where the device has streams."""
+    if device.type != "cuda":
+        yield from (batch.to(device) for batch in batches)
+        return
+    side = torch.cuda.Stream(device)
+    waiting: PackedBatch | None = None
+    for batch in [*batches, None]:
+        ready = waiting
+        if batch is not None:
+            with torch.cuda.stream(side):
+                waiting = batch.to(device)
+        if ready is not None:
+            yield ready
+        # what was copied beside the last batch's computation may be used from here on
+        torch.cuda.current_stream(device).wait_stream(side)
+        if waiting is not None:
+            waiting.record_stream(torch.cuda.current_stream(device))

@@ -1,0 +1,184 @@
+"""What a drafter is trained to do: predict the B-1 tokens behind an anchor, the near ones mattering most.
+
+Loss = sum(w * CE) / sum(w) with `w_k = exp(-(k - 1) / gamma)` (DFlash, arXiv 2602.06036). Both sums are returned
+apart, so that the quotient can be taken over a whole optimizer step, whatever its micro-batches and ranks are.
+
+Dimensions: A blocks, B slots, P counted positions, H hidden size, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash.drafter import Drafter
+from dflash.errors import ConfigError
+from dflash.head import TargetHead
+from dflash.train.batches import PackedBatch
+
+LOGIT_ROWS = 256
+"""Positions whose logits exist at once: large enough for the matrix product, small enough to stay cheap."""
+
+_PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Which loss, and how it weighs the slots of a block."""
+
+    block_size: int = 16
+    loss: str = "ce"
+    """`ce`: cross-entropy to the data's tokens, the paper's loss."""
+    gamma: float | None = None
+    """Decay of the slot weights; by the paper's values when None (7, 5, 4 for blocks of 16, 10, 8)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no loss.
+
+        Raises:
+            ConfigError: names the value and what is allowed.
+        """
+        if self.loss != "ce":
+            raise ConfigError(f"--loss {self.loss!r} is unknown; use ce")
+        if self.gamma is not None and self.gamma <= 0:
+            raise ConfigError(f"--gamma {self.gamma} must be positive")
+
+    def slot_weights(self) -> Tensor:
+        """`w_k` for k = 1..B-1, float32 `[B-1]`."""
+        # Between the paper's three block sizes gamma grows about as B/2 - 0; interpolate with its nearest ratio.
+        gamma = self.gamma or _PAPER_GAMMA.get(self.block_size, max(self.block_size * 0.45, 1.0))
+        return torch.exp(-torch.arange(self.block_size - 1, dtype=torch.float32) / gamma)
+
+
+@dataclass
+class LossSums:
+    """What one micro-batch adds to a step; every field is a sum, so steps and ranks add up."""
+
+    loss: Tensor
+    """sum(w * CE), scalar float32, differentiable."""
+    weight: Tensor
+    """sum(w), scalar float32."""
+    correct: Tensor
+    """Correct predictions by slot, float32 `[B-1]`."""
+    counted: Tensor
+    """Counted positions by slot, float32 `[B-1]`."""
+    accepted: Tensor
+    """Sum over blocks of 1 + leading correct slots, by bucket, float32 `[buckets]`."""
+    blocks: Tensor
+    """Blocks by bucket, float32 `[buckets]`."""
+    bucket_loss: Tensor
+    """sum(w * CE) by bucket, float32 `[buckets]`."""
+    bucket_weight: Tensor
+    """sum(w) by bucket, float32 `[buckets]`."""
+
+    def metrics(self) -> Tensor:
+        """All sums in one float64 vector, detached, for a single reduction over ranks."""
+        return torch.cat([part.detach().double().reshape(-1) for part in vars(self).values()])
+
+
+class HeadCrossEntropy(torch.autograd.Function):
+    """Cross-entropy through a frozen `lm_head` whose logits are never held as a whole.
+
+    The gradient with respect to the hidden state of a position is `(softmax - onehot) @ lm_head`, times what
+    arrives from above. It is formed chunk by chunk beside the loss, so the logits are computed once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, lm_head: Tensor, labels: Tensor, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden [P, H]`, `lm_head [V, H]`, `labels [P]` -> CE `[P]` float32 and correct `[P]` bool."""
+        rows = hidden.to(lm_head.dtype)
+        loss = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+        correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
+        gradient = torch.empty_like(rows)
+        for start in range(0, len(labels), LOGIT_ROWS):
+            part = slice(start, start + LOGIT_ROWS)
+            loss[part], correct[part], gradient[part] = _chunk(rows[part], lm_head, labels[part], softcap)
+        ctx.save_for_backward(gradient)
+        ctx.hidden_dtype = hidden.dtype
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        """Scale the saved rows by the gradient of each position's loss."""
+        (gradient,) = ctx.saved_tensors
+        return (gradient.float() * upstream[0][:, None]).to(ctx.hidden_dtype), None, None, None
+
+
+def _chunk(rows: Tensor, lm_head: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    logits = rows @ lm_head.T  # [p, V]
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    index = labels[:, None]
+    best_probability, best = probabilities.max(dim=-1, keepdim=True)
+    # log p(label) = z(label) - z(best) + log p(best): p(best) >= 1/V, while p(label) itself may underflow
+    gap = logits.gather(1, index).float() - logits.gather(1, best).float()
+    loss = -(gap + best_probability.log())[:, 0]
+    probabilities.scatter_add_(1, index, probabilities.new_full(index.shape, -1.0))
+    if softcap is not None:
+        probabilities *= 1 - (logits.float() / softcap).square()
+    return loss, (best == index)[:, 0], probabilities.to(rows.dtype) @ lm_head
+
+
+class DraftingLoss(nn.Module):
+    """Drafter, frozen head and loss as one module, so that DDP sees one forward and one backward."""
+
+    def __init__(self, drafter: Drafter, head: TargetHead, config: ObjectiveConfig, buckets: int) -> None:
+        super().__init__()
+        self.drafter, self.head, self.buckets = drafter, head, buckets
+        self.slot_weights = config.slot_weights()
+
+    def forward(self, batch: PackedBatch) -> LossSums:
+        """Sums of one micro-batch; a batch without blocks adds zeros and still reaches every parameter."""
+        if batch.blocks == 0:
+            return self._nothing(batch)
+        hidden = self.drafter(
+            self.head.embed(batch.block_ids),
+            batch.block_positions,
+            batch.features,
+            batch.context_positions,
+            batch.layout,
+        )
+        counted = batch.counted
+        # only counted slots reach the lm_head: [A, B-1, H] -> [P, H]
+        positions = hidden[:, 1:][counted]
+        ce, hit = HeadCrossEntropy.apply(
+            positions, self.head.lm_head, batch.labels[counted], self.head.facts.logit_softcap
+        )
+        return self._sums(batch, ce, hit)
+
+    def _sums(self, batch: PackedBatch, ce: Tensor, hit: Tensor) -> LossSums:
+        counted = batch.counted
+        weight = self.slot_weights.to(ce.device).expand(counted.shape)[counted]  # [P]
+        correct = torch.zeros(counted.shape, dtype=torch.float32, device=ce.device)
+        correct[counted] = hit.float()
+        accepted = 1 + correct.cumprod(dim=1).sum(dim=1)  # [A]
+        bucket = batch.buckets
+        of_position = bucket[:, None].expand(counted.shape)[counted]  # [P]
+        weighted = weight * ce
+        return LossSums(
+            loss=weighted.sum(),
+            weight=weight.sum(),
+            correct=correct.sum(dim=0),
+            counted=counted.float().sum(dim=0),
+            accepted=self._by_bucket(bucket, accepted),
+            blocks=self._by_bucket(bucket, torch.ones_like(accepted)),
+            bucket_loss=self._by_bucket(of_position, weighted.detach()),
+            bucket_weight=self._by_bucket(of_position, weight),
+        )
+
+    def _by_bucket(self, bucket: Tensor, values: Tensor) -> Tensor:
+        return torch.zeros(self.buckets, device=values.device).index_add_(0, bucket, values)
+
+    def _nothing(self, batch: PackedBatch) -> LossSums:
+        slots, device = batch.counted.shape[1], batch.block_ids.device
+        # Every rank must run the backward pass that the others wait for, so the zero depends on all parameters.
+        zero = torch.stack([parameter.sum() * 0 for parameter in self.drafter.parameters()]).sum()
+        none, per_slot, per_bucket = (torch.zeros(shape, device=device) for shape in ((), (slots,), (self.buckets,)))
+        return LossSums(zero, none, per_slot, per_slot, per_bucket, per_bucket, per_bucket, per_bucket)

@@ -1,0 +1,111 @@
+"""What a run says about itself: one JSON line a step in `metrics.jsonl`, and a short line for the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dflash.train.mixmeter import MixMeter
+
+METRICS_NAME = "metrics.jsonl"
+
+
+def step_figures(totals: Tensor, block_size: int, buckets: int) -> dict[str, Any]:
+    """Means from the sums of `LossSums.metrics` over a step.
+
+    Returns:
+        `loss` (sum(w CE)/sum(w)), `accuracy` by slot 1..B-1, `anchor_tau` (1 + leading correct slots, averaged
+        over all anchors: not what a serving walk sees), the same by bucket, and `blocks`.
+    """
+    loss, weight, rest = float(totals[0]), float(totals[1]), totals[2:]
+    slots = block_size - 1
+    correct, counted, accepted, blocks, bucket_loss, bucket_weight = rest.split(
+        [slots, slots, buckets, buckets, buckets, buckets]
+    )
+    return {
+        "loss": loss / weight if weight > 0 else 0.0,
+        "accuracy": _ratios(correct, counted),
+        "anchor_tau": _ratio(float(accepted.sum()), float(blocks.sum())),
+        "anchor_tau_by_bucket": _ratios(accepted, blocks),
+        "loss_by_bucket": _ratios(bucket_loss, bucket_weight),
+        "blocks": int(blocks.sum()),
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _ratios(parts: Tensor, wholes: Tensor) -> list[float | None]:
+    return [_ratio(part, whole) for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True)]
+
+
+class RunLog:
+    """Collects the figures of each step.
+
+    Args:
+        run: The run's folder.
+        edges: Bucket edges, for names.
+        quota: Share of the tokens that each bucket is owed.
+        enabled: Only the first rank writes.
+    """
+
+    def __init__(self, run: Path, edges: tuple[int, ...], quota: tuple[float, ...], *, enabled: bool) -> None:
+        self._path, self._edges, self._enabled = run / METRICS_NAME, edges, enabled
+        self._meter = MixMeter(quota)
+        self._losses: list[float] = []
+        self._taus: list[float] = []
+        self._started = time.perf_counter()
+        self.last_tokens = 0
+
+    def start(self, done: int) -> None:
+        """Begin behind `done` steps: lines of steps that are repeated after a crash are cut off."""
+        if not self._enabled or not self._path.exists():
+            return
+        kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= done]
+        self._path.write_text("".join(f"{line}\n" for line in kept))
+
+    def add(self, figures: dict[str, Any], draws: np.ndarray, seconds: float) -> None:
+        """Record one step: its figures, what it drew `[micro-batches, buckets]`, and its wall time."""
+        for draw in draws:
+            self._meter.record(draw)
+        self.last_tokens = int(draws.sum())
+        self._losses.append(figures["loss"])
+        self._taus.append(figures["anchor_tau"] or 1.0)
+        line = figures | {
+            "tokens": self.last_tokens,
+            "tokens_by_bucket": draws.sum(axis=0).tolist(),
+            "seconds": seconds,
+            "mix": self.mix(),
+        }
+        if self._enabled:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def summary(self, waited: float) -> str:
+        """A few words for the progress line."""
+        recent = slice(-10, None)
+        loss, tau = np.mean(self._losses[recent]), np.mean(self._taus[recent])
+        share = waited / max(time.perf_counter() - self._started, 1e-9)
+        return f"step {len(self._losses)}, loss {loss:.3f}, anchor tau {tau:.2f}, waiting for data {share:.1%}"
+
+    def final_loss(self) -> float:
+        """Mean loss of the last tenth of the steps, NaN without any."""
+        count = max(len(self._losses) // 10, 1)
+        return float(np.mean(self._losses[-count:])) if self._losses else float("nan")
+
+    def mix(self) -> dict[str, Any]:
+        """Share of each bucket against its quota, and how far recent draws were from it."""
+        return self._meter.report().to_json()
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return 1 << 62  # a half-written last line is dropped

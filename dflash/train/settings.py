@@ -1,0 +1,52 @@
+"""From the flags of `dflash train` to its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dflash.train.batches import AnchorConfig
+from dflash.train.network import NetworkConfig
+from dflash.train.objective import ObjectiveConfig
+from dflash.train.optim import OptimConfig
+from dflash.train.sampler import SamplerConfig
+from dflash.train.trainer import TrainConfig
+
+
+def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
+    """Distribute flags over the parts that read them.
+
+    Args:
+        cache: Cache to train from.
+        out: Folder of the run.
+        **flags: All others, by the names of their flags.
+
+    Raises:
+        ConfigError: a value that its part refuses.
+    """
+    f = flags
+    epochs = f["epochs"] if f["epochs"] is not None or f["max_steps"] is not None else 6
+    return TrainConfig(
+        cache=cache,
+        out=out,
+        network=NetworkConfig(f["layers"], f["block_size"], f["mask_token_id"]),
+        anchors=AnchorConfig(f["anchors"], f["anchor_density"], f["seed"]),
+        objective=ObjectiveConfig(f["block_size"], f["loss"], f["gamma"]),
+        sampler=SamplerConfig(
+            policy=f["sampler"],
+            compose=f["compose"],
+            mix=f["mix"],
+            tokens_per_batch=f["tokens_per_batch"],
+            batches_per_step=f["batches_per_step"],
+            min_ready=f["min_ready"],
+            max_ready=f["max_ready"],
+            seed=f["seed"],
+        ),
+        optim=OptimConfig(lr=f["lr"], warmup=f["warmup"]),
+        epochs=epochs,
+        max_steps=f["max_steps"],
+        seed=f["seed"],
+        save_every=f["save_every"],
+        keep=f["keep"],
+        resume=f["resume"],
+    )

@@ -1,0 +1,346 @@
+"""Stage 2: fit a drafter to a cache. One loop, read from top to bottom in `train`.
+
+1. Open the cache (index only), its head and its target's configuration; the target itself is never loaded.
+2. Build the drafter in float32, the sampler and the optimizer; or put them back from the newest checkpoint.
+3. For every step: sum the loss over this rank's micro-batches, divide by the weights of the whole step over all
+   ranks, clip, update, record.
+4. Save where asked, at the end, and when a signal asks the run to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dflash.cache.reader import CacheReader
+from dflash.dist import barrier, device_of, process_group, sum_over_ranks
+from dflash.drafter import Drafter, init_weights
+from dflash.errors import ConfigError, TrainingError
+from dflash.head import HEAD_NAME, TargetHead
+from dflash.progress import Progress
+from dflash.provenance import write_run_record
+from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch
+from dflash.train.checkpoint import TrainState, latest_checkpoint, load_state, restore, save_checkpoint
+from dflash.train.loader import BlockPlan, LoadedStep, StepLoader, on_device
+from dflash.train.network import NetworkConfig, drafter_config
+from dflash.train.objective import DraftingLoss, LossSums, ObjectiveConfig
+from dflash.train.optim import OptimConfig, build_optimizer, lr_at, set_lr
+from dflash.train.record import RunLog, step_figures
+from dflash.train.sampler import Corpus, Sampler, SamplerConfig, check_world
+from dflash.world import World
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides a run."""
+
+    cache: Path
+    out: Path
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    anchors: AnchorConfig = field(default_factory=AnchorConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    epochs: int | None = 6
+    """Passes over the cache; None means until `max_steps`."""
+    max_steps: int | None = None
+    """Stop behind this many optimizer steps; the schedule ends there too."""
+    seed: int = 0
+    save_every: int = 500
+    """Steps between checkpoints."""
+    keep: int = 3
+    """Checkpoints that are kept."""
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a run without an end.
+
+        Raises:
+            ConfigError: neither epochs nor steps, or a number below one.
+        """
+        if self.epochs is None and self.max_steps is None:
+            raise ConfigError("a run needs an end: give --epochs or --max-steps")
+        for flag in ("epochs", "max_steps", "save_every", "keep"):
+            value = getattr(self, flag)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change when a run is resumed, JSON-ready."""
+        return json.loads(
+            json.dumps(
+                {
+                    part: asdict(getattr(self, part))
+                    for part in ("network", "anchors", "objective", "sampler", "optim")
+                }
+                | {"epochs": self.epochs, "max_steps": self.max_steps, "seed": self.seed}
+            )
+        )  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run did."""
+
+    steps: int
+    tokens: int
+    """Tokens of the samples consumed, all ranks together."""
+    seconds: float
+    """From the first step of this start to the last."""
+    loss: float
+    """Mean loss of the last tenth of the steps of this start."""
+    checkpoint: Path
+    stopped: str | None
+    """Name of the signal that ended the run early, if one did."""
+    mix: dict[str, Any]
+    """Length mix of what was consumed, against its quota."""
+
+    def text(self) -> str:
+        """One line for the terminal, and how to go on where the run was stopped."""
+        line = f"{self.steps:,} steps, {self.tokens:,} tokens, loss {self.loss:.3f}: {self.checkpoint}"
+        return line if self.stopped is None else f"{line}\nstopped by {self.stopped}; go on with --resume"
+
+
+def train(config: TrainConfig, world: World) -> TrainResult:
+    """Run stage 2 on this rank; every rank calls it.
+
+    Raises:
+        ConfigError: settings that do not suit each other, the cache or the ranks; or `out` holds another run.
+        CacheError: the cache is missing, incomplete or damaged.
+        TrainingError: the loss is no longer finite.
+    """
+    check_world(config.sampler, world)
+    with process_group(world), stop_signals() as stop:
+        run = _Run.open(config, world)
+        with StepLoader(run.reader, run.sampler, run.blocks, world, run.device) as loader, run.progress() as bar:
+            started = time.perf_counter()
+            for loaded in loader:
+                run.step(loaded)
+                bar.advance(run.log.last_tokens, run.log.summary(loader.waited))
+                stopping = run.agree(stop.name is not None)
+                if run.finished or stopping:
+                    break
+                if run.done % config.save_every == 0:
+                    run.save()
+        checkpoint = run.save()
+        return TrainResult(
+            steps=run.done,
+            tokens=run.consumed,
+            seconds=time.perf_counter() - started,
+            loss=run.log.final_loss(),
+            checkpoint=checkpoint,
+            stopped=stop.name,
+            mix=run.log.mix(),
+        )
+
+
+class _Run:
+    """The parts of a run and its position."""
+
+    def __init__(self, config: TrainConfig, world: World, reader: CacheReader, head: TargetHead) -> None:
+        self.config, self.world, self.reader = config, world, reader
+        self.device = device_of(world)
+        identity = reader.manifest.identity
+        network = drafter_config(config.network, reader.cache, reader.manifest)
+        self.blocks = BlockPlan(config.anchors, BlockShape(network.block_size, network.mask_token_id))
+        self.drafter = Drafter(network)
+        init_weights(self.drafter, config.seed)
+        self.drafter.to(self.device)
+        loss = DraftingLoss(
+            self.drafter, head.to(self.device, torch.bfloat16), config.objective, len(identity.bucket_edges)
+        )
+        self.module: nn.Module = loss
+        if world.size > 1:
+            self.module = DistributedDataParallel(loss, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.optimizer = build_optimizer(self.drafter, config.optim)
+        self.corpus = Corpus(
+            reader.index.lengths, reader.index.buckets, identity.bucket_edges, reader.index.digest()
+        )
+        self.sampler = Sampler(self.corpus, config.sampler, epochs=config.epochs)
+        self.sampler_state: Any = self.sampler.state()
+        self.done = 0
+        self.consumed = 0
+        self.log = RunLog(config.out, identity.bucket_edges, self.sampler.quota, enabled=world.is_main)
+
+    @classmethod
+    def open(cls, config: TrainConfig, world: World) -> _Run:
+        """Open the cache, build everything, and resume where asked.
+
+        Raises:
+            ConfigError: `out` holds a run and `resume` is false, or the resumed run had other settings.
+        """
+        reader = CacheReader(config.cache)
+        newest = latest_checkpoint(config.out)
+        if newest is not None and not config.resume:
+            raise ConfigError(f"--out {config.out} holds a run already; go on with --resume, or give another folder")
+        run = cls(config, world, reader, TargetHead.load(config.cache / HEAD_NAME))
+        if newest is not None:
+            run._restore(newest)
+        barrier()  # nobody writes before all have looked
+        if world.is_main:
+            config.out.mkdir(parents=True, exist_ok=True)
+            record = config.settings() | {"cache": str(config.cache), "world_size": world.size}
+            record |= {"cache_digest": reader.manifest.digest(), "drafter": asdict(run.drafter.config)}
+            write_run_record(config.out, "train", record)
+        run.log.start(run.done)
+        return run
+
+    def _restore(self, checkpoint: Path) -> None:
+        state = load_state(checkpoint)
+        _check_same(state.settings, self.config.settings())
+        self.sampler = Sampler(
+            self.corpus,
+            self.config.sampler,
+            epochs=self.config.epochs,
+            state=state.sampler,  # type: ignore[arg-type]
+        )
+        restore(checkpoint, self.drafter, self.optimizer)
+        self.done, self.sampler_state = state.step, state.sampler
+        self.consumed = self.sampler.tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step that was asked for is done."""
+        return self.config.max_steps is not None and self.done >= self.config.max_steps
+
+    def progress(self) -> Progress:
+        """A bar over the tokens of the run; without epochs over its estimated tokens."""
+        if self.config.epochs is not None and self.config.max_steps is None:
+            total = self.config.epochs * self.sampler.epoch_tokens
+        else:
+            per_step = self.config.sampler.tokens_per_batch * self.config.sampler.batches_per_step
+            total = (self.config.max_steps or 0) * per_step
+            if self.config.epochs is not None:
+                total = min(total, self.config.epochs * self.sampler.epoch_tokens)
+        return Progress("train", total, done=self.consumed, enabled=self.world.is_main)
+
+    def through(self) -> float:
+        """How far the run has got, in [0, 1]: by steps or by tokens, whichever end comes first."""
+        by_steps = self.done / self.config.max_steps if self.config.max_steps else 0.0
+        by_tokens = (
+            self.consumed / (self.config.epochs * self.sampler.epoch_tokens) if self.config.epochs else 0.0
+        )
+        return max(by_steps, by_tokens)
+
+    def step(self, loaded: LoadedStep) -> None:
+        """One optimizer step."""
+        started = time.perf_counter()
+        lr = lr_at(self.through(), self.config.optim)
+        totals = self._backward(loaded.batches)
+        weight = float(totals[1])
+        grad_norm = self._update(weight, lr)
+        self.done += 1
+        self.consumed += int(loaded.draws.sum())
+        self.sampler_state = loaded.state
+        figures = step_figures(totals, self.config.network.block_size, len(self.corpus.bucket_edges))
+        if not torch.isfinite(torch.tensor([figures["loss"], grad_norm])).all():
+            ids = ", ".join(str(i) for batch in loaded.batches for i in batch.samples[:2])
+            raise TrainingError(
+                f"step {self.done}: loss {figures['loss']}, gradient norm {grad_norm} (samples {ids}, ...); "
+                "lower --lr, or resume from the last checkpoint"
+            )
+        figures |= {"step": self.done, "lr": lr, "grad_norm": grad_norm, "epoch": self._epoch()}
+        self.log.add(figures, loaded.draws, time.perf_counter() - started)
+
+    def _epoch(self) -> float:
+        return self.consumed / self.sampler.epoch_tokens
+
+    def _backward(self, batches: list[PackedBatch]) -> Tensor:
+        """Sum loss gradients over this rank's micro-batches; returns the sums of `LossSums` over all ranks."""
+        totals: Tensor | None = None
+        last = len(batches) - 1
+        for number, batch in enumerate(on_device(batches, self.device)):
+            # Ranks exchange gradients once a step, beside the last backward pass.
+            hold = self.module.no_sync() if self._accumulates(number < last) else nullcontext()
+            with hold:
+                with torch.autocast(self.device.type, torch.bfloat16):
+                    sums: LossSums = self.module(batch)
+                sums.loss.backward()  # type: ignore[no-untyped-call]
+            metrics = sums.metrics()
+            totals = metrics if totals is None else totals + metrics
+        assert totals is not None  # every rank has at least one micro-batch: check_world
+        return sum_over_ranks(totals).cpu()
+
+    def _accumulates(self, more: bool) -> bool:
+        return more and isinstance(self.module, DistributedDataParallel)
+
+    def _update(self, weight: float, lr: float) -> float:
+        """Turn summed gradients into those of sum(w CE) / sum(w) over the step, clip, and apply them."""
+        parameters = [p for p in self.drafter.parameters() if p.grad is not None]
+        # DDP has averaged over ranks; the loss is a sum over them.
+        scale = self.world.size / weight if weight > 0 else 0.0
+        torch._foreach_mul_([p.grad for p in parameters], scale)
+        norm = nn.utils.clip_grad_norm_(parameters, self.config.optim.clip)
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def agree(self, wish: bool) -> bool:
+        """Whether any rank wishes to stop; all ranks get the same answer."""
+        if self.world.size == 1:
+            return wish
+        return bool(sum_over_ranks(torch.tensor([float(wish)], device=self.device)).item() > 0)
+
+    def save(self) -> Path:
+        """Write a checkpoint on the first rank; the others wait for it."""
+        state = TrainState(self.done, self.sampler_state, self.config.settings())
+        path = self.config.out
+        if self.world.is_main:
+            path = save_checkpoint(self.config.out, self.drafter, self.optimizer, state, keep=self.config.keep)
+        barrier()
+        return path
+
+
+def _check_same(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    flat_saved, flat_now = _flat(saved), _flat(now)
+    changed = [key for key in sorted(flat_saved.keys() | flat_now.keys()) if flat_saved.get(key) != flat_now.get(key)]
+    if changed:
+        both = "; ".join(f"{key}: was {flat_saved.get(key)!r}, now {flat_now.get(key)!r}" for key in changed)
+        raise ConfigError(f"--resume with other settings: {both}; use the first values or another --out")
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{part}.{key}" if isinstance(values, dict) else part: value
+        for part, values in tree.items()
+        for key, value in (values.items() if isinstance(values, dict) else [(part, values)])
+    }
+
+
+class StopFlag:
+    """Set by a signal."""
+
+    name: str | None = None
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopFlag]:
+    """Within the block, SIGTERM and SIGINT ask for a stop behind the current step; a second one acts at once."""
+    flag = StopFlag()
+
+    def note(number: int, _frame: object) -> None:
+        if flag.name is not None:
+            raise KeyboardInterrupt
+        flag.name = signal.Signals(number).name
+
+    try:
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: whoever runs us handles signals
+        yield flag
+        return
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
