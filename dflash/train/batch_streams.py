@@ -115,16 +115,17 @@ class QueueBatches:
         return {"position": self._arrivals.position, "credit": self._supply.credit, **self._queue.state()}
 
     def _fill(self) -> None:
-        while self._queue.has_room and (self._supply.delivers or not self._queue.gate_open):
+        while self._queue.has_room:
+            length = self._arrivals.peek()
+            if self._queue.gate_open and not self._supply.delivers(length):
+                return
             draw = self._arrivals.take()
-            length = int(self._lengths[draw.row])
             self._queue.arrive(draw, int(self._buckets[draw.row]), length)
             self._supply.spend(length)
             if not self._arrivals.within_epoch:
                 self._queue.flush()
                 return
-        if not self._queue.has_room:
-            self._supply.block()
+        self._supply.block()
 
 
 class BucketedSteps:

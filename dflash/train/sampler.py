@@ -135,9 +135,9 @@ class SamplerConfig:
                 f"--min-ready {self.min_ready} is above --max-ready {self.max_ready}, so the gate would "
                 "never open; lower the first or raise the second"
             )
-        if self.supply is not None and self.supply <= 0:
+        if self.supply is not None and not 0.001 <= self.supply < 1e6:
             raise ConfigError(
-                f"supply is {self.supply:g} tokens per token drawn; it must be above 0, or left out"
+                f"supply is {self.supply:g} tokens per token drawn; it must be at least 0.001, or left out"
             )
         if self.cost_linear <= 0 or self.cost_quadratic < 0:
             raise ConfigError(

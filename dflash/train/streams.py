@@ -130,17 +130,19 @@ class ShuffleStream:
         }
 
     def _fill(self) -> None:
-        shape = self._shape
-        while self._supply.delivers or self._held < shape.min_ready * shape.budget:
-            length = self._arrivals.peek()
-            if self._held + length > shape.max_ready * shape.budget:
-                self._supply.block()
+        gate, capacity = (
+            self._shape.min_ready * self._shape.budget,
+            self._shape.max_ready * self._shape.budget,
+        )
+        while self._held + (length := self._arrivals.peek()) <= capacity:
+            if self._held >= gate and not self._supply.delivers(length):
                 return
             self._window.append(self._arrivals.take())
             self._held += length
             self._supply.spend(length)
             if not self._arrivals.within_epoch:
                 return
+        self._supply.block()
 
 
 class MixedSteps:

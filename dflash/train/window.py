@@ -31,25 +31,28 @@ class WindowShape:
 
 
 class Supply:
-    """How far a source of limited speed has got ahead of what has arrived, in tokens."""
+    """How far a source of limited speed has got with samples that have not arrived yet.
+
+    Args:
+        rate: Tokens that it delivers for each token drawn; None for a source that is never waited for.
+        credit: Thousandths of a token that it has worked ahead.
+    """
 
     def __init__(self, rate: float | None, credit: int) -> None:
-        self._rate = rate
+        self._rate = None if rate is None else round(rate * 1000)
         self.credit = credit
 
-    @property
-    def delivers(self) -> bool:
-        """Whether a sample is there without waiting."""
-        return self._rate is None or self.credit > 0
+    def delivers(self, tokens: int) -> bool:
+        """Whether a sample of that length is there without waiting."""
+        return self._rate is None or self.credit >= tokens * 1000
 
     def elapse(self, tokens: int) -> None:
         """Time passes: `tokens` were drawn and trained on."""
-        if self._rate is not None:
-            self.credit += round(self._rate * tokens)
+        self.credit += (self._rate or 0) * tokens
 
     def spend(self, tokens: int) -> None:
-        """A sample arrived; if it had to be waited for, no debt remains."""
-        self.credit = max(0, self.credit - tokens)
+        """A sample of that length arrived; one that had to be waited for leaves no debt."""
+        self.credit = max(0, self.credit - tokens * 1000)
 
     def block(self) -> None:
         """The window is full: a source that cannot deliver does not work ahead."""
