@@ -1,4 +1,4 @@
-"""Corpora for the sampler's tests: strategies for hypothesis, and log-normal lengths like real conversations."""
+"""Corpora for the sampler's tests: strategies for hypothesis, and log-normal lengths like conversations."""
 
 from __future__ import annotations
 

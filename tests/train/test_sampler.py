@@ -15,7 +15,6 @@ from corpora import (
     corpora,
     for_all,
     log_normal,
-    make_corpus,
     quick_and_long,
     stream_digest,
 )
@@ -69,8 +68,6 @@ def test_two_epochs_hold_every_sample_twice_and_the_first_comes_first(
         latest = [{draw.epoch for draw in draws_of(step)} for step in steps]
         assert sum(len(epochs) == 2 for epochs in latest) <= 1, "only one step can straddle the border"
 
-    assert count_steps(log_normal(300), SamplerConfig(policy, compose), 2) >= 3
-
 
 @pytest.mark.parametrize(("policy", "compose"), COMBINATIONS)
 @quick_and_long(25, 1500)
@@ -107,6 +104,7 @@ def test_a_resumed_finite_stream_ends_where_the_whole_one_does(policy: str, comp
 def test_a_finite_stream_is_the_beginning_of_the_endless_one(policy: str, compose: str) -> None:
     corpus, config = log_normal(500), SamplerConfig(policy, compose, seed=3)
     finite, endless = list(Sampler(corpus, config, epochs=2)), Sampler(corpus, config)
+    assert len(finite) == count_steps(corpus, config, 2)
     assert finite[:-1] == [endless.next_step() for _ in finite[:-1]]
 
 
@@ -147,8 +145,6 @@ def test_bucketed_draws_keep_to_the_quota_through_the_end_of_every_epoch(example
                 counts[bucket] += 1
                 for other, total in owed.items():
                     assert abs(counts[other] * len(drawn) - total * made) * parts <= (parts - 1) * len(drawn)
-
-    assert len(make_corpus([3, 0, 1], 10, 0)) == 4
 
 
 @quick_and_long(25, 1500)
@@ -248,7 +244,12 @@ def test_other_mixes_reach_their_shares_by_reshuffling_the_small_buckets(
 
 def test_the_order_depends_on_seed_and_digest_but_never_on_the_platform() -> None:
     """Two recorded digests guard the order: a change of it breaks the resume of every run in progress."""
-    corpus = make_corpus([30, 0, 20, 1], 900, 7)
+    places = np.arange(60)
+    buckets = np.where(places % 7 == 0, 2, 0).astype(np.int16)
+    buckets[13] = 3
+    corpus = Corpus(
+        (places * places * 37 % 900 + 1).astype(np.int32), buckets, (256, 512, 768, 1024), "recorded"
+    )
     small = SamplerConfig(tokens_per_batch=1000, batches_per_step=4)
 
     def digest(corpus: Corpus, config: SamplerConfig) -> str:
@@ -261,7 +262,7 @@ def test_the_order_depends_on_seed_and_digest_but_never_on_the_platform() -> Non
     assert digest(corpus, replace(small, compose="bucketed")).startswith(BUCKETED)
 
 
-MIXED, BUCKETED = "1cafcb8a969fdf58", "08f3335b38452cb8"
+MIXED, BUCKETED = "5d20f99cd1cdf0f1", "e438f4c72c009ba2"
 
 
 def test_epochs_differ_in_their_order() -> None:

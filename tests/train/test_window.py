@@ -1,4 +1,4 @@
-"""`shuffle` and `fifo` behave like a live queue: order of arrival, a gate, a capacity, a source with a speed."""
+"""`shuffle` and `fifo` behave like a live queue: order of arrival, gate, capacity, a source with a speed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_bucketed_fifo_draws_micro_batches_in_the_order_they_were_filled() -> No
 
 @quick_and_long(40, 2000)
 def test_shuffle_never_draws_beyond_what_its_window_holds(examples: int) -> None:
-    """What has arrived and what was drawn never differ by more than the capacity; a slow source: by the gate."""
+    """What arrived and what was drawn differ by the capacity at most; with a slow source, by the gate."""
 
     @for_all(examples, st.integers(1, 4), st.integers(0, 6), st.sampled_from([None, 0.1]), st.integers(0, 99))
     def check(low: int, more: int, supply: float | None, seed: int) -> None:
