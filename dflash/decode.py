@@ -149,7 +149,6 @@ class BlockDrafter:
         hidden = self.drafter.denoise(blocks, positions[None], self._context, layout, lone_attention)
         return self.head.logits(hidden[0, 1 : 1 + slots].to(self.head.lm_head.dtype))
 
-
     @torch.inference_mode()
     def accepted_from_each(self, sequence: Tensor, first: int) -> list[int]:
         """Draft greedily from every position of a sequence whose context has been seen.
@@ -209,7 +208,9 @@ def generate(target: Target, drafter: Drafter | None, prompt: Tensor, config: De
         decoding.cycle()
     decoding.result.seconds = time.perf_counter() - started
     if decoding.drafter is not None and config.measure_anchors:
-        sequence = torch.cat([prompt.to(target.device), torch.tensor(decoding.result.tokens, device=target.device)])
+        sequence = torch.cat(
+            [prompt.to(target.device), torch.tensor(decoding.result.tokens, device=target.device)]
+        )
         decoding.result.anchor_accepted = decoding.drafter.accepted_from_each(sequence, len(prompt))
     return decoding.result
 
@@ -223,11 +224,10 @@ class _Decoding:
         self.result = Generation([])
         self.finished = False
         self.generator = torch.Generator(device=target.device).manual_seed(config.seed)
-        self.length = 0  # tokens whose keys and values the target's cache holds
 
     def prefill(self, prompt: Tensor) -> None:
         logits, features = self.target.forward(prompt.to(self.target.device), self.cache, keep_logits=1)
-        self.length = len(prompt)
+        self.cache.crop(0)  # layers with a window drop what they no longer need
         self.result.target_passes = 1
         if self.drafter is not None:
             self.drafter.extend(features)
@@ -248,9 +248,8 @@ class _Decoding:
         kept, bonus = self._verify(drafts, proposed, logits)
         added = self._commit([*drafts[:kept].tolist(), bonus])
         self.result.accepted.append(added)
-        # The anchor and the drafts before the last committed token are context now.
-        self.length += added
-        self.cache.crop(self.length)
+        # The anchor and the drafts before the last committed token are context now; the rest is forgotten.
+        self.cache.crop(added - len(ids))
         if self.drafter is not None:
             self.drafter.extend(features[:added])
 

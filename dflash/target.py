@@ -30,7 +30,14 @@ from dflash.files import digest_file, digest_json
 from dflash.head import TargetHead, head_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_VOLATILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+_VOLATILE_KEYS = (
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "use_cache",
+)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -81,7 +88,9 @@ def _one_line_errors(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise TargetError(f"cannot load the target {name!r}: {reason}; give a model folder or a hub name") from error
+        raise TargetError(
+            f"cannot load the target {name!r}: {reason}; give a model folder or a hub name"
+        ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
 
@@ -167,7 +176,9 @@ def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count and "vision" not in name
     ]
     if not stacks:
-        raise TargetError(f"{type(model).__name__} has no list of {count} decoder layers; it cannot be tapped")
+        raise TargetError(
+            f"{type(model).__name__} has no list of {count} decoder layers; it cannot be tapped"
+        )
     return min(stacks, key=lambda stack: stack[:2])[2]
 
 
@@ -245,7 +256,9 @@ class TruncatedTarget:
         depth = taps[-1] + 1
         config = truncated_config(config, depth)
         with _one_line_errors(name):
-            model = AutoModel.from_pretrained(name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = AutoModel.from_pretrained(
+                name, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         self.model = model.eval().requires_grad_(False).to(device)  # noqa: FBT003 - torch's signature
         self.taps, self.device = taps, device
         self.hidden_size = int(config.get_text_config().hidden_size)
@@ -296,7 +309,9 @@ class Target:
         trust_remote_code: bool = False,
     ) -> None:
         with _one_line_errors(name):
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         self.model = model.eval().requires_grad_(False).to(device)  # noqa: FBT003 - torch's signature
         text = model.config.get_text_config()
         check_taps(taps, text.num_hidden_layers)
@@ -314,8 +329,10 @@ class Target:
         return frozenset(ids if isinstance(ids, list) else [ids])
 
     def new_cache(self) -> DynamicCache:
-        """An empty key/value cache."""
-        return DynamicCache(config=self.model.config)
+        """An empty key/value cache that can be cropped, also where layers keep a window only."""
+        cache = DynamicCache(config=self.model.config)
+        cache.activate_past_recording()
+        return cache
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: DynamicCache, *, keep_logits: int) -> tuple[Tensor, Tensor]:
@@ -332,6 +349,6 @@ class Target:
         taken: list[Tensor] = []
         with tapped(self._layers, self.taps, lambda _, output: taken.append(output[0])):
             logits = self.model(
-                input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=keep_logits
+                input_ids=ids[None], cache=cache, use_cache=True, logits_to_keep=keep_logits
             ).logits
         return logits[0], torch.cat(taken, dim=-1)
