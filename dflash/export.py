@@ -21,11 +21,17 @@ def transformers_config(config: DrafterConfig) -> dict[str, Any]:
     """`config.json` under which Transformers (5.24 and later) runs the same network without remote code.
 
     Raises:
-        ConfigError: that network has no attention biases, this drafter has.
+        ConfigError: that network has no attention biases, this drafter has; or the target's last layer is tapped.
     """
     c = config
     if c.attention_bias:
         raise ConfigError("a drafter with attention biases has no Transformers counterpart")
+    last = c.num_target_layers - 1
+    if last in c.target_layer_ids:
+        raise ConfigError(
+            f"tap {last} is the target's last layer, whose output Transformers gives only behind the final norm; "
+            "train a drafter with lower taps"
+        )
     return {
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
@@ -62,7 +68,9 @@ def export_transformers(drafter: Drafter, out: Path, dtype: torch.dtype = torch.
         raise ConfigError(f"{out} exists already; give a folder that does not")
     tmp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     tmp.mkdir(parents=True)
-    tensors = {_renamed(name): tensor.detach().to("cpu", dtype) for name, tensor in drafter.state_dict().items()}
+    tensors = {
+        _renamed(name): tensor.detach().to("cpu", dtype) for name, tensor in drafter.state_dict().items()
+    }
     save_file(tensors, tmp / WEIGHTS_NAME, metadata={"format": "pt"})
     (tmp / CONFIG_NAME).write_bytes(json_bytes(config))
     tmp.rename(out)
