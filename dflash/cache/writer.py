@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -164,9 +164,10 @@ class CacheWriter:
 
     def _discard(self) -> None:
         self._failed = True
-        for stream, _, _ in self._open.values():
-            stream.discard()
-        self._open.clear()
+        with ExitStack() as stack:  # closes every file, even if removing one of them fails
+            for stream, _, _ in self._open.values():
+                stack.callback(stream.discard)
+            self._open.clear()
 
 
 def finalize(cache: Path) -> Manifest:
