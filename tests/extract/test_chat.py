@@ -75,7 +75,7 @@ def test_the_generation_prompt_is_not_supervised(name):
     assert mask[first:].sum() == len(tokenizer("".join(expected(family, name, ["hello"])))["input_ids"])
 
 
-# Letters, merges across byte boundaries, line ends, emoji of several tokens, and text that looks like a header.
+# Letters, merges across byte edges, line ends, emoji of several tokens, and text that looks like a header.
 WORDS = ("hello", "th", "\n", "\n\n", " ", "é", "😀", "assistant", "user\n", "<think", "no", "na", "!")
 words = st.sampled_from(WORDS)
 answer = st.lists(words, min_size=1, max_size=6).map("".join).map(lambda text: f"A{text}.")
@@ -85,7 +85,7 @@ answer = st.lists(words, min_size=1, max_size=6).map("".join).map(lambda text: f
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_masks_cover_exactly_the_answers_whatever_they_say(name, data):
-    """For any texts: what is supervised is the answers and their end-of-turn tokens, nothing more or less."""
+    """For any texts: what is supervised is the answers and their end-of-turn tokens, no more and no less."""
     family = FAMILIES[name]
     tokenizer = tokenizer_of(family)
     count = data.draw(st.integers(1, 3))
