@@ -8,8 +8,8 @@ Dimensions: T context rows, A blocks, B slots a block, h query heads, g key/valu
 
 Implementations of the same function:
 - `dense_attention`: one masked attention over everything; the oracle of the tests.
-- `grouped_attention`: blocks of one document in groups, each reading only the context that its last block sees.
-  For CPUs, where flex_attention has no backward.
+- `grouped_attention`: blocks of one document in groups, each reading only the context that its last block
+  sees. For CPUs, where flex_attention has no backward.
 - `flex_block_attention`: compiled flex_attention with a block mask. For CUDA.
 - `lone_attention`: one block that sees everything. For decoding.
 """
@@ -109,12 +109,13 @@ def visible(layout: BlockLayout, context_rows: int, block_size: int) -> Tensor:
 def _joined(context: KeyValue, block: KeyValue) -> KeyValue:
     # [T, g, d] and [A, B, g, d] -> [T + A*B, g, d]
     return KeyValue(
-        torch.cat([context.key, block.key.flatten(0, 1)]), torch.cat([context.value, block.value.flatten(0, 1)])
+        torch.cat([context.key, block.key.flatten(0, 1)]),
+        torch.cat([context.value, block.value.flatten(0, 1)]),
     )
 
 
 def _sdpa(query: Tensor, keys: KeyValue, mask: Tensor | None) -> Tensor:
-    """Attention of rows `[R, h, d]` over keys and values `[S, g, d]` under bool `[R, S]`; gives `[R, h, d]`."""
+    """Attention of rows `[R, h, d]` over keys and values `[S, g, d]` under bool `[R, S]`: `[R, h, d]`."""
     repeat = query.shape[1] // keys.key.shape[1]
     # heads first: [1, h, R, d]; each key/value head serves `repeat` query heads
     key = keys.key.transpose(0, 1).repeat_interleave(repeat, dim=0)
@@ -132,9 +133,9 @@ def dense_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: B
 def lone_attention(query: Tensor, context: KeyValue, block: KeyValue, _layout: BlockLayout) -> Tensor:
     """One block behind its whole context, as in decoding: everything is visible, so there is no mask."""
     keys = _joined(context, block)
-    heads_first = [x.transpose(0, 1)[None] for x in (query[0], *keys)]  # [1, heads, rows, d]
+    q, k, v = (x.transpose(0, 1)[None] for x in (query[0], *keys))  # [1, heads, rows, d]
     gqa = query.shape[2] != keys.key.shape[1]
-    return F.scaled_dot_product_attention(*heads_first, enable_gqa=gqa)[0].transpose(0, 1)[None]
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)[0].transpose(0, 1)[None]
 
 
 def grouped_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:
@@ -144,7 +145,9 @@ def grouped_attention(query: Tensor, context: KeyValue, block: KeyValue, layout:
     size = query.shape[1]
     outputs = []
     for first, last, start, end in layout.groups:
-        local = BlockLayout(layout.context_start[first:last] - start, layout.context_end[first:last] - start, ())
+        local = BlockLayout(
+            layout.context_start[first:last] - start, layout.context_end[first:last] - start, ()
+        )
         rows = KeyValue(context.key[start:end], context.value[start:end])
         own = KeyValue(block.key[first:last], block.value[first:last])
         outputs.append(

@@ -2,13 +2,15 @@
 
 Each cycle (contract, section 4):
 
-1. The drafter gets `[anchor, MASK x (B-1)]` and the states of all tokens before the anchor, and drafts B-1 tokens.
+1. The drafter gets `[anchor, MASK x (B-1)]` and the states of all tokens before the anchor, and drafts B-1
+   tokens.
 2. The target runs over the anchor and the drafts in one pass.
-3. The longest prefix of drafts that the target would have produced itself is kept, and one token of the target's
-   own behind it; that one is the next anchor. The target's cache is cropped to what was kept.
+3. The longest prefix of drafts that the target would have produced itself is kept, and one token of the
+   target's own behind it; that one is the next anchor. The target's cache is cropped to what was kept.
 
-Greedy output therefore equals plain greedy decoding, whatever the drafter says. With a temperature, drafts are
-accepted by rejection sampling (Leviathan et al., 2023; Chen et al., 2023), which keeps the target's distribution.
+Greedy output therefore equals plain greedy decoding, whatever the drafter says. With a temperature, drafts
+are accepted by rejection sampling (Leviathan et al., 2023; Chen et al., 2023), which keeps the target's
+distribution.
 
 Dimensions: B slots a block, K taps, H hidden size, V vocabulary rows, T tokens.
 """
@@ -17,14 +19,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dflash.attention import BlockLayout, KeyValue, grouped_attention, lone_attention
-from dflash.drafter import Drafter
 from dflash.errors import CheckpointError, ConfigError
-from dflash.target import Target
+
+if TYPE_CHECKING:
+    from dflash.drafter import Drafter
+    from dflash.target import Target
 
 
 @dataclass(frozen=True)
@@ -158,8 +163,8 @@ class BlockDrafter:
             first: First position to draft from.
 
         Returns:
-            Leading drafts that equal the sequence, plus one, for anchors `first .. T-2`. Drafts beyond the end
-            of the sequence count as wrong, as nothing is known there.
+            Tokens that a cycle from each of the anchors `first .. T-2` would have added to the sequence:
+            leading drafts that equal it, plus one, and never more than it still has.
         """
         anchors = torch.arange(first, len(sequence) - 1, device=self.device)
         if len(anchors) == 0:
@@ -174,14 +179,41 @@ class BlockDrafter:
         )
         drafts = self.head.logits(hidden[:, 1:].to(self.head.lm_head.dtype)).argmax(dim=-1)  # [A, B-1]
         ahead = positions[:, 1:]
-        inside = ahead < len(sequence)
-        right = inside & (drafts == sequence[ahead.clamp_max(len(sequence) - 1)])
-        return (1 + right.long().cumprod(dim=1).sum(dim=1)).tolist()  # type: ignore[no-any-return]
+        last = len(sequence) - 1
+        right = drafts == sequence[ahead.clamp_max(last)]
+        added = 1 + right.long().cumprod(dim=1).sum(dim=1)
+        return added.minimum(last - anchors).tolist()
 
 
 def accept_length(drafts: Tensor, expected: Tensor) -> int:
     """Length of the longest prefix of `drafts [n]` that equals `expected [n]`."""
     return int((drafts == expected).long().cumprod(0).sum())
+
+
+def reject(drafts: Tensor, proposed: Tensor, wanted: Tensor, generator: torch.Generator) -> tuple[int, int]:
+    """Rejection sampling: keep a draft with probability min(1, p/q), else draw from max(p - q, 0).
+
+    Args:
+        drafts: Ids `[n]`, n >= 1, drawn from `proposed`.
+        proposed: The drafter's distributions q `[n, V]`.
+        wanted: The target's distributions p `[n + 1, V]`.
+        generator: Of the sampling.
+
+    Returns:
+        How many drafts are kept, and the token behind them; all of them are distributed as `wanted` says.
+    """
+    index = drafts[:, None]
+    p, q = wanted[:-1].gather(1, index)[:, 0], proposed.gather(1, index)[:, 0]
+    chance = torch.rand(len(drafts), generator=generator, device=drafts.device)
+    kept = int((chance * q < p).long().cumprod(0).sum())
+    if kept == len(drafts):
+        return kept, _draw(wanted[-1], generator)
+    residual = (wanted[kept] - proposed[kept]).clamp_min(0)
+    return kept, _draw(residual if residual.sum() > 0 else wanted[kept], generator)
+
+
+def _draw(weights: Tensor, generator: torch.Generator) -> int:
+    return int(torch.multinomial(weights, 1, generator=generator))
 
 
 def generate(target: Target, drafter: Drafter | None, prompt: Tensor, config: DecodeConfig) -> Generation:
@@ -254,7 +286,7 @@ class _Decoding:
             self.drafter.extend(features[:added])
 
     def _draft(self, anchor: int, slots: int) -> tuple[Tensor, Tensor | None]:
-        """Drafted ids `[slots]` and the distributions `[slots, V]` they were drawn from (None when greedy)."""
+        """Drafted ids `[slots]` and the distributions `[slots, V]` they are from (None when greedy)."""
         if self.drafter is None or slots == 0:
             return torch.zeros(0, dtype=torch.int64, device=self.target.device), None
         logits = self.drafter.logits(anchor, slots)
@@ -272,18 +304,7 @@ class _Decoding:
                 kept = accept_length(drafts, expected[:-1])
                 return kept, int(expected[kept])
             return 0, self._pick(wanted[0])
-        return self._reject(drafts, proposed, wanted)
-
-    def _reject(self, drafts: Tensor, proposed: Tensor, wanted: Tensor) -> tuple[int, int]:
-        """Rejection sampling: keep a draft with probability min(1, p/q), else draw from max(p - q, 0)."""
-        index = drafts[:, None]
-        p, q = wanted[:-1].gather(1, index)[:, 0], proposed.gather(1, index)[:, 0]
-        chance = torch.rand(len(drafts), generator=self.generator, device=drafts.device)
-        kept = int((chance * q < p).long().cumprod(0).sum())
-        if kept == len(drafts):
-            return kept, self._pick(wanted[-1])
-        residual = (wanted[kept] - proposed[kept]).clamp_min(0)
-        return kept, self._pick(residual if residual.sum() > 0 else wanted[kept])
+        return reject(drafts, proposed, wanted, self.generator)
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         if self.config.temperature == 0:
@@ -293,7 +314,7 @@ class _Decoding:
     def _pick(self, weights: Tensor) -> int:
         if self.config.temperature == 0:
             return int(weights.argmax())
-        return int(torch.multinomial(weights, 1, generator=self.generator))
+        return _draw(weights, self.generator)
 
     def _commit(self, tokens: list[int]) -> int:
         """Append tokens up to a stop token or the length limit; returns how many were taken."""

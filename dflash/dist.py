@@ -1,20 +1,23 @@
-"""Processes of a run: starting them, joining them, and sums over them. Everything works with one process too."""
+"""Processes of a run: starting them, joining them, sums over them. Everything works with one process too."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch import distributed as torch_dist
 
 from dflash.errors import ConfigError
-from dflash.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dflash.world import World
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -80,7 +83,9 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
 
     gpus = torch.cuda.device_count()
     if gpus and nproc > gpus:
-        raise ConfigError(f"--nproc {nproc} is more than the {gpus} visible GPUs; use at most one process a GPU")
+        raise ConfigError(
+            f"--nproc {nproc} is more than the {gpus} visible GPUs; use at most one process a GPU"
+        )
     # As torchrun does it: without this every process would use all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     config = LaunchConfig(

@@ -1,4 +1,4 @@
-"""The drafter: a small block-diffusion network that reads the target's hidden states and drafts B-1 tokens at once.
+"""The drafter: a small block-diffusion network drafting B-1 tokens at once from the target's hidden states.
 
 One forward pass, following DFlash (arXiv 2602.06036) and the layout that z-lab, vLLM and SGLang serve:
 
@@ -64,10 +64,13 @@ class DrafterConfig:
             ConfigError: a value is out of its range; the message names it.
         """
         if self.block_size < 2:
-            raise ConfigError(f"block size {self.block_size} drafts nothing; it includes the anchor, so use 2 or more")
+            raise ConfigError(
+                f"block size {self.block_size} drafts nothing; it includes the anchor, so use 2 or more"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
-                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key/value heads"
+                f"{self.num_attention_heads} query heads cannot share "
+                f"{self.num_key_value_heads} key/value heads"
             )
         check_taps(self.target_layer_ids, self.num_target_layers)
         check_mask_token(self.mask_token_id, self.vocab_size, self._special_ids())
@@ -89,7 +92,9 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
         ConfigError: the target is too shallow for that many different layers.
     """
     taps = (
-        (num_layers // 2,) if count == 1 else tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+        (num_layers // 2,)
+        if count == 1
+        else tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
     )
     check_taps(taps, num_layers)
     return taps
@@ -107,7 +112,9 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
         if not 0 <= tap < num_layers:
             raise ConfigError(f"tap {tap} is outside the target's layers 0..{num_layers - 1}")
         if taps.count(tap) > 1:
-            raise ConfigError(f"tap {tap} is repeated in {','.join(map(str, taps))}; each layer can be tapped once")
+            raise ConfigError(
+                f"tap {tap} is repeated in {','.join(map(str, taps))}; each layer can be tapped once"
+            )
     if list(taps) != sorted(taps):
         raise ConfigError(f"taps {','.join(map(str, taps))} are not in ascending order")
 
@@ -122,7 +129,9 @@ def check_mask_token(mask: int, rows: int, special: dict[str, tuple[int, ...]]) 
         raise ConfigError(f"mask token id {mask} is outside the target's embedding rows 0..{rows - 1}")
     for role, ids in special.items():
         if mask in ids:
-            raise ConfigError(f"mask token id {mask} is the target's {role} token; choose an unused id (--mask-token-id)")
+            raise ConfigError(
+                f"mask token id {mask} is the target's {role} token; choose an unused id (--mask-token-id)"
+            )
 
 
 class RMSNorm(nn.Module):
@@ -168,10 +177,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))  # [..., heads * d] -> [..., heads, d]
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)  # [..., heads * d] -> [..., heads, d]
 
     def key_value(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> KeyValue:
-        """Rotated keys and values `[..., g, d]` of rows `[..., H]`: the same projections for context and block."""
+        """Rotated keys and values `[..., g, d]` of rows `[..., H]`, the same way for context and block."""
         key = rotate(self.k_norm(self._heads(self.k_proj(x))), cos_sin)
         return KeyValue(key, self._heads(self.v_proj(x)))
 

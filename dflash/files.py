@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 TMP_SUFFIX = ".tmp"
 
@@ -71,7 +73,11 @@ def digest_json(value: Any) -> str:
 def digest_file(path: Path, algorithm: str = "sha256") -> str:
     """Digest of a file's bytes, as hex digits, read in bounded memory."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, algorithm).hexdigest() if hasattr(hashlib, "file_digest") else _digest(file, algorithm)
+        return (
+            hashlib.file_digest(file, algorithm).hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else _digest(file, algorithm)
+        )
 
 
 def _digest(file: Any, algorithm: str) -> str:

@@ -1,7 +1,7 @@
 """`TargetHead`: the part of the target that a drafter borrows, so that training never loads the target.
 
-The frozen token embedding turns a block's anchor and mask tokens into its input; the frozen `lm_head` turns the
-drafter's output into logits. The final norm is kept for losses that need the target's own distribution.
+The frozen token embedding turns a block's anchor and mask tokens into its input; the frozen `lm_head` turns
+the drafter's output into logits. The final norm is kept for losses that need the target's own distribution.
 
 Shapes: V rows of the embedding, H hidden size, P any number of positions.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +20,9 @@ from torch.nn import functional as F
 
 from dflash.errors import CacheCorrupt, TargetError
 from dflash.files import publish
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HEAD_NAME = "head.safetensors"
 
@@ -107,7 +109,9 @@ class TargetHead:
             raise CacheCorrupt(f"{path} is not a target head ({error}); extract the cache again") from error
         lm_head = tensors.get("lm_head", embedding)
         if lm_head.shape != embedding.shape or norm.shape != embedding.shape[1:]:
-            raise CacheCorrupt(f"{path}: shapes {_shapes(tensors)} do not belong together; extract the cache again")
+            raise CacheCorrupt(
+                f"{path}: shapes {_shapes(tensors)} do not belong together; extract the cache again"
+            )
         return cls(embedding, lm_head, norm, facts)
 
 

@@ -1,15 +1,14 @@
 """A drafter on disk: the folder that z-lab's package, vLLM and SGLang load.
 
-`config.json` and `model.safetensors` with the 11 L + 3 bare tensors, in bf16 (contract section 5). Loading and
-saving check the exact set of tensors, their shapes and dtypes: servers ignore unknown and missing tensors
+`config.json` and `model.safetensors` with the 11 L + 3 bare tensors, in bf16 (contract section 5). Loading
+and saving check the exact set of tensors, their shapes and values: servers ignore unknown and missing tensors
 silently and would serve random weights.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +18,9 @@ from torch import Tensor
 from dflash.drafter import Drafter, DrafterConfig
 from dflash.errors import CheckpointError, ConfigError
 from dflash.files import json_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
@@ -78,19 +80,16 @@ def parse_config(raw: dict[str, Any], where: Path) -> DrafterConfig:
     Raises:
         CheckpointError: a key is missing, or the network is of a kind this package cannot run.
     """
-    own = raw.get("dflash_config", {})
-    theta = raw.get("rope_theta") or raw.get("rope_parameters", {}).get("rope_theta")
-    unsupported = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
-    if unsupported:
-        raise CheckpointError(f"{where}: layers of kind {unsupported[0]!r}; only full_attention drafters can be run")
     try:
+        own, rope = raw["dflash_config"], raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        _check_kind(raw, rope, where)
         return DrafterConfig(
             **{key: raw[key] for key in _PLAIN_KEYS},
             head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
             block_size=own.get("block_size") or raw["block_size"],
             mask_token_id=own["mask_token_id"],
             target_layer_ids=tuple(own["target_layer_ids"]),
-            rope_theta=float(theta),
+            rope_theta=float(raw.get("rope_theta") or rope["rope_theta"]),
             attention_bias=bool(raw.get("attention_bias", False)),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_id=_ids(raw.get("eos_token_id")),
@@ -98,7 +97,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DrafterConfig:
             input_embedding_scale=float(own.get("input_embedding_scale", 1.0)),
             final_logit_softcapping=own.get("final_logit_softcapping"),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} is not the config of a DFlash drafter: {error!r}") from error
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from error
@@ -117,6 +116,15 @@ _PLAIN_KEYS = (
 )
 
 
+def _check_kind(raw: dict[str, Any], rope: dict[str, Any], where: Path) -> None:
+    for kind in raw.get("layer_types") or ():
+        if kind != "full_attention":
+            raise CheckpointError(f"{where}: a layer of kind {kind!r}; only full_attention can be run")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type != "default":
+        raise CheckpointError(f"{where}: RoPE of type {rope_type!r}; only the default RoPE can be run")
+
+
 def _ids(value: Any) -> int | tuple[int, ...] | None:
     return tuple(value) if isinstance(value, list) else value
 
@@ -131,7 +139,7 @@ def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, where: Path
     """Compare a checkpoint's tensors with those its config calls for.
 
     Raises:
-        CheckpointError: names the first tensors that are missing, unknown, or of another shape.
+        CheckpointError: names the first tensors that are missing, unknown, of another shape, or not numbers.
     """
     expected = expected_shapes(config)
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
@@ -141,8 +149,12 @@ def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, where: Path
             f"{len(unknown)} unknown ({', '.join(unknown[:3])}); a server would run random weights"
         )
     for name, shape in expected.items():
+        if not tensors[name].is_floating_point():
+            raise CheckpointError(f"{where}: {name} has dtype {tensors[name].dtype}, not a float dtype")
         if tuple(tensors[name].shape) != shape:
-            raise CheckpointError(f"{where}: {name} has shape {tuple(tensors[name].shape)}, its config says {shape}")
+            raise CheckpointError(
+                f"{where}: {name} has shape {tuple(tensors[name].shape)}, its config says {shape}"
+            )
         if not tensors[name].isfinite().all():
             raise CheckpointError(f"{where}: {name} holds NaN or infinity")
 
@@ -153,7 +165,9 @@ def write_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bfl
     Raises:
         CheckpointError: a weight is not finite; nothing is written.
     """
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()}
+    tensors = {
+        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()
+    }
     check_tensors(tensors, drafter.config, folder)
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     (folder / CONFIG_NAME).write_bytes(json_bytes(zlab_config(drafter.config)))
@@ -174,7 +188,9 @@ def load_drafter(folder: Path, dtype: torch.dtype | None = None) -> Drafter:
         raw = json.loads(path.read_bytes())
         tensors = load_file(folder / WEIGHTS_NAME)
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} holds no drafter ({error}); give a run folder or a checkpoint") from error
+        raise CheckpointError(
+            f"{folder} holds no drafter ({error}); give a run folder or a checkpoint"
+        ) from error
     config = parse_config(raw, path)
     check_tensors(tensors, config, folder / WEIGHTS_NAME)
     with torch.device("meta"):

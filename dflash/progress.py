@@ -1,11 +1,15 @@
-"""Progress of long work: done/total, rate and time left; a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of long work: done/total, rate, time left; a bar on a terminal, else a plain line now and then."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
 
 _PLAIN_LINE_EVERY_S = 15.0
 
@@ -30,7 +34,7 @@ class Progress:
         self._note = ""
         self._started = self._last_line = time.monotonic()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._started = self._last_line = time.monotonic()
         return self
 
@@ -63,7 +67,9 @@ class Progress:
             f"{self.label} {share:4.0%}",
             f"{self.done:,}/{self.total:,} {self.unit}",
             f"{rate:,.0f} {self.unit}/s",
-            f"{format_seconds(left)} left" if self.done < self.total else format_seconds(time.monotonic() - self._started),
+            f"{format_seconds(left)} left"
+            if self.done < self.total
+            else format_seconds(time.monotonic() - self._started),
         ]
         return " | ".join([*parts, self._note] if self._note else parts)
 

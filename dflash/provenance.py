@@ -5,14 +5,16 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash import __version__
 from dflash.files import publish_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 RECORD_NAME = "run.json"
 _RECORDED_PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "datasets", "numpy")
@@ -26,15 +28,24 @@ def _installed(package: str) -> str | None:
 
 
 def source_commit() -> str | None:
-    """Commit of the checkout that this package runs from, or None when it is installed without one."""
+    """Commit of the checkout that this package runs from, or None when it is installed without one.
+
+    An environment inside another project's checkout is no reason to name that project's commit.
+    """
     here = Path(__file__).resolve().parent
     try:
         found = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+            ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    lines = found.stdout.splitlines()
+    ours = found.returncode == 0 and len(lines) == 2 and Path(lines[0]).resolve() == here.parent
+    return lines[1] if ours else None
 
 
 def run_record(command: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,21 @@
-"""The frozen target: which layers are tapped, the truncated forward of extraction, the verification of decoding.
+"""The frozen target: its tapped layers, the truncated forward of extraction, the verification of decoding.
 
-A tap T is the 0-based number of a decoder layer; what is taken is the residual stream that this layer puts out,
-always before the final norm. In Transformers' `hidden_states` that is index T + 1, except for the last layer,
-where index N holds the state after the final norm and would be wrong (contract, section 2).
+A tap T is the 0-based number of a decoder layer; what is taken is the residual stream that this layer puts
+out, always before the final norm. In Transformers' `hidden_states` that is index T + 1, except for the last
+layer, where index N holds the state after the final norm and would be wrong (contract, section 2).
 
 Dimensions: N target layers, K taps, H hidden size, V vocabulary rows, T tokens.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from dflash.drafter import check_taps
 from dflash.errors import TargetError
 from dflash.files import digest_file, digest_json
 from dflash.head import TargetHead, head_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _VOLATILE_KEYS = (
@@ -140,8 +143,6 @@ def _weight_files(name: str, revision: str | None) -> list[Path]:
         if not files:
             raise TargetError(f"the target folder {name} holds no *.safetensors or *.bin weights")
         return files
-    import json
-
     with _one_line_errors(name):
         index = cached_file(name, "model.safetensors.index.json", revision=revision, **_QUIET)
         if index is None:
@@ -211,7 +212,7 @@ def load_head(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False)
 
 @contextmanager
 def tapped(layers: nn.ModuleList, taps: Sequence[int], take: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call `take(k, output)` with the residual stream `[b, T, H]` behind each tapped layer, as it is produced."""
+    """Call `take(k, output)` with the residual stream `[b, T, H]` behind each tapped layer, once produced."""
 
     def hook(k: int) -> Callable[..., None]:
         def taken(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -259,7 +260,7 @@ class TruncatedTarget:
             model = AutoModel.from_pretrained(
                 name, config=config, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        self.model = model.eval().requires_grad_(False).to(device)  # noqa: FBT003 - torch's signature
+        self.model = model.eval().requires_grad_(False).to(device)
         self.taps, self.device = taps, device
         self.hidden_size = int(config.get_text_config().hidden_size)
         self._layers = decoder_layers(self.model, depth)
@@ -269,8 +270,8 @@ class TruncatedTarget:
         """Run one batch and copy each tap into place as it is produced.
 
         Args:
-            sequences: Token ids, one int array `[T_i]` a sample. Shorter ones are padded on the right, where a
-                causal model cannot see the padding, so no attention mask is needed; pads are never copied.
+            sequences: Token ids, one int array `[T_i]` a sample. Shorter ones are padded on the right, where
+                a causal model cannot see the padding, so no attention mask is needed; pads are never copied.
             out: `[sum of T_i, K, H]` on the target's device; filled sample after sample.
         """
         longest = max(len(ids) for ids in sequences)
@@ -312,7 +313,7 @@ class Target:
             model = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        self.model = model.eval().requires_grad_(False).to(device)  # noqa: FBT003 - torch's signature
+        self.model = model.eval().requires_grad_(False).to(device)
         text = model.config.get_text_config()
         check_taps(taps, text.num_hidden_layers)
         self.taps, self.device, self.dtype = taps, device, dtype

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,8 +18,12 @@ from dflash.files import publish_json
 from dflash.head import HEAD_NAME, HeadFacts, TargetHead
 from dflash.train.network import TARGET_CONFIG_NAME
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unused|>")
@@ -47,7 +50,9 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_target(folder: Path, *, layers: int = 6, hidden: int = 32, tied: bool = True, seed: int = 0) -> Path:
+def write_target(
+    folder: Path, *, layers: int = 6, hidden: int = 32, tied: bool = True, seed: int = 0
+) -> Path:
     """A random Llama of that depth and width, with its tokenizer, as a Transformers folder."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
@@ -92,9 +97,14 @@ def drafter_config(**changes: Any) -> DrafterConfig:
 
 
 def write_cache(
-    folder: Path, lengths: list[int], *, edges: tuple[int, ...] = (16, 32, 64), hidden: int = 32, seed: int = 0
+    folder: Path,
+    lengths: list[int],
+    *,
+    edges: tuple[int, ...] = (16, 32, 64),
+    hidden: int = 32,
+    seed: int = 0,
 ) -> Path:
-    """A complete cache of random samples of these lengths, taps 1 and 3; the last two thirds are supervised."""
+    """A complete cache of random samples of these lengths, taps 1 and 3, the last two thirds supervised."""
     rng = np.random.default_rng(seed)
     identity = Identity(
         target="tiny",

@@ -8,17 +8,20 @@ Dimensions: T context rows, A blocks, B slots a block, K taps, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dflash.attention import BlockLayout
-from dflash.cache.writer import Sample
 from dflash.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from dflash.cache.writer import Sample
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class AnchorConfig:
             raise ConfigError(f"--anchors {self.anchors} leaves samples without a block; use 1 or more")
         if not 0 < self.density <= 1:
             raise ConfigError(f"--anchor-density {self.density} must be in (0, 1]")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed} must not be negative")
 
 
 def choose_anchors(loss_mask: np.ndarray, sample_id: int, epoch: int, config: AnchorConfig) -> np.ndarray:
@@ -106,26 +111,33 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on another device; copies from pinned memory do not block."""
-        if device.type == "cpu":
-            return self
-        layout = BlockLayout(
-            self.layout.context_start.to(device, non_blocking=True),
-            self.layout.context_end.to(device, non_blocking=True),
-            self.layout.groups,
+        return (
+            self if device.type == "cpu" else self._map(lambda tensor: tensor.to(device, non_blocking=True))
         )
-        return replace(self, layout=layout, **{k: v.to(device, non_blocking=True) for k, v in self._tensors().items()})
 
     def pin(self) -> PackedBatch:
         """The same batch in page-locked memory, from which CUDA copies run beside the computation."""
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        start, end = change(self.layout.context_start), change(self.layout.context_end)
+        return replace(
+            self,
+            features=change(self.features),
+            context_positions=change(self.context_positions),
+            block_ids=change(self.block_ids),
+            block_positions=change(self.block_positions),
+            labels=change(self.labels),
+            counted=change(self.counted),
+            layout=BlockLayout(start, end, self.layout.groups),
+            buckets=change(self.buckets),
+        )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of a batch that another stream copied until this stream has used it."""
-        for tensor in (*self._tensors().values(), self.layout.context_start, self.layout.context_end):
+        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        for tensor in (*own, self.layout.context_start, self.layout.context_end):
             tensor.record_stream(stream)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
 def documents(
@@ -147,7 +159,9 @@ def pack(docs: Sequence[Document], shape: BlockShape) -> PackedBatch:
     rows = [int(doc.anchors[-1]) if len(doc.anchors) else 0 for doc in docs]
     starts = np.concatenate([[0], np.cumsum(rows)])[:-1].astype(np.int64)
     parts = [_blocks_of(doc, shape) for doc in docs if len(doc.anchors)] or [_no_blocks(shape)]
-    ids, positions, labels, counted = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
+    ids, positions, labels, counted = (
+        torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True)
+    )
     per_doc = [len(doc.anchors) for doc in docs]
     first_row = np.repeat(starts, per_doc)
     anchors = np.concatenate([doc.anchors for doc in docs]) if docs else np.zeros(0, np.int64)

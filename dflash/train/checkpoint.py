@@ -1,11 +1,11 @@
-"""Checkpoints of a run: `RUN/checkpoints/step-000100/`, servable as they are, and enough to go on bit for bit.
+"""Checkpoints of a run, `RUN/checkpoints/step-000100/`: servable, and enough to resume bit for bit.
 
     config.json, model.safetensors    the drafter in bf16, in the layout that servers load
     trainer.safetensors               float32 master weights and optimizer moments
     trainer.json                      step, sampler position, settings, and a digest of each file above
 
-A checkpoint is written into a hidden folder, flushed, and renamed, so that it is whole or absent. The newest one
-is found by what is whole, not by its name.
+A checkpoint is written into a hidden folder, flushed, and renamed, so that it is whole or absent. The newest
+one is found by what is whole, not by its name.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash.drafter import Drafter
 from dflash.errors import CheckpointError
 from dflash.files import digest_file, fsync_path, json_bytes
 from dflash.pretrained import CONFIG_NAME, WEIGHTS_NAME, write_drafter
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dflash.drafter import Drafter
+
 FOLDER = "checkpoints"
 STATE_NAME = "trainer.json"
 TENSORS_NAME = "trainer.safetensors"
+_DIGESTED = (CONFIG_NAME, WEIGHTS_NAME, TENSORS_NAME)
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -53,7 +58,10 @@ def checkpoint_path(run: Path, step: int) -> Path:
 def save_checkpoint(
     run: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, state: TrainState, *, keep: int = 3
 ) -> Path:
-    """Write a checkpoint; older ones beyond `keep` are removed once it is in place.
+    """Write a checkpoint and, once it is in place, remove what it makes superfluous.
+
+    That is all but `keep - 1` older ones, and newer ones: a run goes on from its newest whole checkpoint, so
+    those are damaged.
 
     Raises:
         CheckpointError: a weight is not finite.
@@ -66,7 +74,7 @@ def save_checkpoint(
     try:
         write_drafter(drafter, tmp)
         save_file(_tensors(drafter, optimizer), tmp / TENSORS_NAME)
-        files = {name: digest_file(tmp / name) for name in (CONFIG_NAME, WEIGHTS_NAME, TENSORS_NAME)}
+        files = {name: digest_file(tmp / name) for name in _DIGESTED}
         (tmp / STATE_NAME).write_bytes(json_bytes({**vars(state), "files": files}))
         for path in (*tmp.iterdir(), tmp):
             fsync_path(path)
@@ -76,13 +84,15 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
-    for old in _checkpoints(run)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    found = checkpoints(run)
+    here = found.index(final)
+    for path in (*found[:here], *found[here + keep :]):
+        shutil.rmtree(path, ignore_errors=True)
     return final
 
 
 def _tensors(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    names = {parameter: name for name, parameter in drafter.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in drafter.named_parameters()}
     tensors = {f"master.{name}": parameter.detach() for parameter, name in names.items()}
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
@@ -90,23 +100,33 @@ def _tensors(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
 
 
-def _checkpoints(run: Path) -> list[Path]:
+def checkpoints(run: Path) -> list[Path]:
     """All checkpoint folders of a run, newest first, whole or not."""
     found = [path for path in (run / FOLDER).glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
-    return next((path for path in _checkpoints(run) if is_whole(path)), None)
+    """The newest whole checkpoint of a run, or None where it has none yet.
+
+    Raises:
+        CheckpointError: there are checkpoints, but all of them are damaged.
+    """
+    found = checkpoints(run)
+    whole = next((path for path in found if is_whole(path)), None)
+    if found and whole is None:
+        raise CheckpointError(
+            f"none of the {len(found)} checkpoints in {run / FOLDER} is whole; remove them to start afresh"
+        )
+    return whole
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether every file of a checkpoint has the bytes that were written."""
     try:
         files = json.loads((checkpoint / STATE_NAME).read_bytes())["files"]
-        return all(digest_file(checkpoint / name) == digest for name, digest in files.items())
-    except (OSError, ValueError, KeyError):
+        return all(digest_file(checkpoint / name) == files[name] for name in _DIGESTED)
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -120,7 +140,7 @@ def load_state(checkpoint: Path) -> TrainState:
     try:
         raw = json.loads(path.read_bytes())
         return TrainState(raw["step"], raw["sampler"], raw["settings"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a training state ({error!r})") from error
 
 
@@ -134,20 +154,25 @@ def restore(checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); resume from an earlier checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); resume from an earlier checkpoint"
+        ) from error
     parameters = dict(drafter.named_parameters())
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_take(tensors, f"master.{name}", parameter.shape, path))
     for name, parameter in parameters.items():
-        prefix = f"optimizer.{name}."
-        keys = [key for key in tensors if key.startswith(prefix)]
-        optimizer.state[parameter] = {key[len(prefix) :]: tensors.pop(key).to(parameter.device) for key in keys}
+        optimizer.state[parameter] = {
+            key: _take(tensors, f"optimizer.{name}.{key}", () if key == "step" else parameter.shape, path).to(
+                parameter.device
+            )
+            for key in _MOMENTS
+        }
     if tensors:
-        raise CheckpointError(f"{path} holds unknown tensors, e.g. {sorted(tensors)[0]}; it is of another drafter")
+        raise CheckpointError(f"{path} holds unknown tensors, e.g. {min(tensors)}; it is of another drafter")
 
 
-def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size, path: Path) -> Tensor:
+def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
     tensor = tensors.pop(name, None)
     if tensor is None or tensor.shape != shape:
         found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"

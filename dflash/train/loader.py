@@ -1,21 +1,28 @@
-"""Feeding the trainer: one thread plans, reads, verifies and packs ahead of the step that is being computed."""
+"""Feeding the trainer: a thread plans, reads, verifies and packs ahead of the step that is being computed."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from dflash.cache.reader import CacheReader
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
-from dflash.train.sampler import Draw, Sampler, SamplerState, Step, batches_for
-from dflash.world import World
+from dflash.train.sampler import Sampler, SamplerState, Step, batches_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from typing_extensions import Self
+
+    from dflash.cache.reader import CacheReader
+    from dflash.train.pools import Draw
+    from dflash.world import World
 
 STEPS_AHEAD = 2
 """Steps that are packed before they are needed; the rest of the sampler's window stays on the disk."""
@@ -31,8 +38,6 @@ class LoadedStep:
     """Tokens by micro-batch and bucket over all ranks, int64 `[batches_per_step, buckets]`."""
     state: SamplerState
     """The sampler's position behind this step."""
-    tokens_before: int
-    """Tokens of all steps before this one."""
 
 
 class BlockPlan(NamedTuple):
@@ -64,17 +69,15 @@ class StepLoader:
         self.waited = 0.0
         """Seconds that the trainer has waited for data."""
 
-    def __enter__(self) -> StepLoader:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *_exception: object) -> None:
         self._stop.set()
         while self._thread.is_alive():
-            try:
+            with suppress(queue.Empty):
                 self._ready.get(timeout=0.05)  # makes room, so that a waiting producer sees the event
-            except queue.Empty:
-                continue
         self._thread.join()
 
     def __iter__(self) -> Iterator[LoadedStep]:
@@ -91,27 +94,24 @@ class StepLoader:
     def _produce(self) -> None:
         try:
             while not self._stop.is_set():
-                before = self._sampler.tokens
                 step = self._sampler.next_step()
                 if step is None:
                     break
-                self._put(self._load(step, before))
+                self._put(self._load(step))
             self._put(None)
         except BaseException as error:  # noqa: BLE001 - raised again in the trainer's thread
             self._put(error)
 
     def _put(self, item: LoadedStep | BaseException | None) -> None:
         while not self._stop.is_set():
-            try:
+            with suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
+                return
 
-    def _load(self, step: Step, before: int) -> LoadedStep:
+    def _load(self, step: Step) -> LoadedStep:
         state = self._sampler.state()
         batches = [self._batch(slot.draws) for slot in batches_for(step, self._world)]
-        return LoadedStep(batches, self._draws(step), state, before)
+        return LoadedStep(batches, self._draws(step), state)
 
     def _batch(self, slot: Sequence[Draw]) -> PackedBatch:
         rows = [draw.row for draw in slot]
@@ -132,11 +132,11 @@ class StepLoader:
 
 
 def on_device(batches: Sequence[PackedBatch], device: torch.device) -> Iterator[PackedBatch]:
-    """Move batches to the device one ahead of their use, on a stream of their own where the device has streams."""
+    """Move batches to the device one ahead of their use, on a stream of its own where the device has them."""
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
         return
-    side = torch.cuda.Stream(device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     waiting: PackedBatch | None = None
     for batch in [*batches, None]:
         ready = waiting

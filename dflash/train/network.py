@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash.cache.manifest import Manifest
 from dflash.drafter import DrafterConfig
 from dflash.errors import CacheCorrupt, ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dflash.cache.manifest import Manifest
 
 TARGET_CONFIG_NAME = "target_config.json"
 
@@ -44,7 +47,7 @@ def target_config(cache: Path) -> dict[str, Any]:
     path = cache / TARGET_CONFIG_NAME
     try:
         value = json.loads(path.read_bytes())
-        value["config"], value["mask_token_id"]  # noqa: B018 - both must be there
+        value["config"], value["mask_token_id"]  # both must be there
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CacheCorrupt(f"{path} is missing or damaged ({error!r}); run `dflash extract` again") from error
     return value  # type: ignore[no-any-return]
@@ -63,7 +66,9 @@ def drafter_config(network: NetworkConfig, cache: Path, manifest: Manifest) -> D
     stored = target_config(cache)
     mask = network.mask_token_id if network.mask_token_id is not None else stored["mask_token_id"]
     if mask is None:
-        raise ConfigError("this target has no unused embedding row for the mask; name one with --mask-token-id")
+        raise ConfigError(
+            "this target has no unused embedding row for the mask; name one with --mask-token-id"
+        )
     c, identity = stored["config"], manifest.identity
     heads = c["num_attention_heads"]
     eos = c.get("eos_token_id")
@@ -94,4 +99,4 @@ def _rope_theta(config: dict[str, Any]) -> float:
         return parameters["rope_theta"]  # type: ignore[no-any-return]
     # one set of parameters a kind of layer (Gemma 3): the drafter's layers are full attention
     full = parameters.get("full_attention") or {}
-    return full.get("rope_theta") or config.get("rope_theta") or 10000.0  # type: ignore[no-any-return]
+    return full.get("rope_theta") or config.get("rope_theta") or 10000.0

@@ -1,7 +1,8 @@
 """What a drafter is trained to do: predict the B-1 tokens behind an anchor, the near ones mattering most.
 
-Loss = sum(w * CE) / sum(w) with `w_k = exp(-(k - 1) / gamma)` (DFlash, arXiv 2602.06036). Both sums are returned
-apart, so that the quotient can be taken over a whole optimizer step, whatever its micro-batches and ranks are.
+Loss = sum(w * CE) / sum(w) with `w_k = exp(-(k - 1) / gamma)` (DFlash, arXiv 2602.06036). Both sums are
+returned apart, so that the quotient can be taken over a whole optimizer step, whatever its micro-batches and
+ranks are.
 
 Dimensions: A blocks, B slots, P counted positions, H hidden size, V vocabulary rows.
 """
@@ -9,15 +10,17 @@ Dimensions: A blocks, B slots, P counted positions, H hidden size, V vocabulary 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from dflash.drafter import Drafter
 from dflash.errors import ConfigError
-from dflash.head import TargetHead
-from dflash.train.batches import PackedBatch
+
+if TYPE_CHECKING:
+    from dflash.drafter import Drafter
+    from dflash.head import TargetHead
+    from dflash.train.batches import PackedBatch
 
 LOGIT_ROWS = 256
 """Positions whose logits exist at once: large enough for the matrix product, small enough to stay cheap."""
@@ -48,7 +51,7 @@ class ObjectiveConfig:
 
     def slot_weights(self) -> Tensor:
         """`w_k` for k = 1..B-1, float32 `[B-1]`."""
-        # Between the paper's three block sizes gamma grows about as B/2 - 0; interpolate with its nearest ratio.
+        # The paper's values are 0.44, 0.5 and 0.5 of the block size; other sizes get a ratio between them.
         gamma = self.gamma or _PAPER_GAMMA.get(self.block_size, max(self.block_size * 0.45, 1.0))
         return torch.exp(-torch.arange(self.block_size - 1, dtype=torch.float32) / gamma)
 
@@ -110,7 +113,9 @@ class HeadCrossEntropy(torch.autograd.Function):
         return (gradient.float() * upstream[0][:, None]).to(ctx.hidden_dtype), None, None, None
 
 
-def _chunk(rows: Tensor, lm_head: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk(
+    rows: Tensor, lm_head: Tensor, labels: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = rows @ lm_head.T  # [p, V]
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -127,7 +132,11 @@ def _chunk(rows: Tensor, lm_head: Tensor, labels: Tensor, softcap: float | None)
 
 
 class DraftingLoss(nn.Module):
-    """Drafter, frozen head and loss as one module, so that DDP sees one forward and one backward."""
+    """Drafter, frozen head and loss as one module, so that DDP sees one forward and one backward.
+
+    The dtype of the head is the compute dtype: with a bfloat16 head the float32 drafter runs under autocast,
+    with a float32 head everything is float32.
+    """
 
     def __init__(self, drafter: Drafter, head: TargetHead, config: ObjectiveConfig, buckets: int) -> None:
         super().__init__()
@@ -138,17 +147,22 @@ class DraftingLoss(nn.Module):
         """Sums of one micro-batch; a batch without blocks adds zeros and still reaches every parameter."""
         if batch.blocks == 0:
             return self._nothing(batch)
+        dtype = self.head.lm_head.dtype
+        with torch.autocast(batch.block_ids.device.type, dtype, enabled=dtype != torch.float32):
+            return self._of_blocks(batch, dtype)
+
+    def _of_blocks(self, batch: PackedBatch, dtype: torch.dtype) -> LossSums:
         hidden = self.drafter(
             self.head.embed(batch.block_ids),
             batch.block_positions,
-            batch.features,
+            batch.features.to(dtype),
             batch.context_positions,
             batch.layout,
         )
         counted = batch.counted
         # only counted slots reach the lm_head: [A, B-1, H] -> [P, H]
         positions = hidden[:, 1:][counted]
-        ce, hit = HeadCrossEntropy.apply(
+        ce, hit = HeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
             positions, self.head.lm_head, batch.labels[counted], self.head.facts.logit_softcap
         )
         return self._sums(batch, ce, hit)
@@ -178,7 +192,9 @@ class DraftingLoss(nn.Module):
 
     def _nothing(self, batch: PackedBatch) -> LossSums:
         slots, device = batch.counted.shape[1], batch.block_ids.device
-        # Every rank must run the backward pass that the others wait for, so the zero depends on all parameters.
+        # Every rank must run the backward pass that the others wait for: the zero depends on all parameters.
         zero = torch.stack([parameter.sum() * 0 for parameter in self.drafter.parameters()]).sum()
-        none, per_slot, per_bucket = (torch.zeros(shape, device=device) for shape in ((), (slots,), (self.buckets,)))
+        none, per_slot, per_bucket = (
+            torch.zeros(shape, device=device) for shape in ((), (slots,), (self.buckets,))
+        )
         return LossSums(zero, none, per_slot, per_slot, per_bucket, per_bucket, per_bucket, per_bucket)

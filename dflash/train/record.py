@@ -1,16 +1,20 @@
-"""What a run says about itself: one JSON line a step in `metrics.jsonl`, and a short line for the terminal."""
+"""What a run says about itself: a JSON line a step in `metrics.jsonl`, and a short line for the terminal."""
 
 from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
+from dflash.files import publish_bytes
 from dflash.train.mixmeter import MixMeter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -19,12 +23,12 @@ def step_figures(totals: Tensor, block_size: int, buckets: int) -> dict[str, Any
     """Means from the sums of `LossSums.metrics` over a step.
 
     Returns:
-        `loss` (sum(w CE)/sum(w)), `accuracy` by slot 1..B-1, `anchor_tau` (1 + leading correct slots, averaged
-        over all anchors: not what a serving walk sees), the same by bucket, and `blocks`.
+        `loss` (sum(w CE)/sum(w)), `accuracy` by slot 1..B-1, `anchor_tau` (1 + leading correct slots,
+        averaged over all anchors: not what a serving walk sees), the same by bucket, and `blocks`.
     """
     loss, weight, rest = float(totals[0]), float(totals[1]), totals[2:]
     slots = block_size - 1
-    correct, counted, accepted, blocks, bucket_loss, bucket_weight = rest.split(
+    correct, counted, accepted, blocks, bucket_loss, bucket_weight = rest.split(  # type: ignore[no-untyped-call]
         [slots, slots, buckets, buckets, buckets, buckets]
     )
     return {
@@ -61,6 +65,7 @@ class RunLog:
         self._losses: list[float] = []
         self._taus: list[float] = []
         self._started = time.perf_counter()
+        self._step = 0
         self.last_tokens = 0
 
     def start(self, done: int) -> None:
@@ -68,13 +73,14 @@ class RunLog:
         if not self._enabled or not self._path.exists():
             return
         kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= done]
-        self._path.write_text("".join(f"{line}\n" for line in kept))
+        publish_bytes(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def add(self, figures: dict[str, Any], draws: np.ndarray, seconds: float) -> None:
         """Record one step: its figures, what it drew `[micro-batches, buckets]`, and its wall time."""
         for draw in draws:
             self._meter.record(draw)
         self.last_tokens = int(draws.sum())
+        self._step = figures["step"]
         self._losses.append(figures["loss"])
         self._taus.append(figures["anchor_tau"] or 1.0)
         line = figures | {
@@ -92,7 +98,7 @@ class RunLog:
         recent = slice(-10, None)
         loss, tau = np.mean(self._losses[recent]), np.mean(self._taus[recent])
         share = waited / max(time.perf_counter() - self._started, 1e-9)
-        return f"step {len(self._losses)}, loss {loss:.3f}, anchor tau {tau:.2f}, waiting for data {share:.1%}"
+        return f"step {self._step}, loss {loss:.3f}, anchor tau {tau:.2f}, waiting for data {share:.1%}"
 
     def final_loss(self) -> float:
         """Mean loss of the last tenth of the steps, NaN without any."""

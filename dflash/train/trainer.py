@@ -2,8 +2,8 @@
 
 1. Open the cache (index only), its head and its target's configuration; the target itself is never loaded.
 2. Build the drafter in float32, the sampler and the optimizer; or put them back from the newest checkpoint.
-3. For every step: sum the loss over this rank's micro-batches, divide by the weights of the whole step over all
-   ranks, clip, update, record.
+3. For every step: sum the loss over this rank's micro-batches, divide by the weights of the whole step over
+   all ranks, clip, update, record.
 4. Save where asked, at the end, and when a signal asks the run to stop.
 """
 
@@ -12,11 +12,9 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +28,29 @@ from dflash.head import HEAD_NAME, TargetHead
 from dflash.progress import Progress
 from dflash.provenance import write_run_record
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch
-from dflash.train.checkpoint import TrainState, latest_checkpoint, load_state, restore, save_checkpoint
+from dflash.train.checkpoint import (
+    TrainState,
+    checkpoint_path,
+    latest_checkpoint,
+    load_state,
+    restore,
+    save_checkpoint,
+)
 from dflash.train.loader import BlockPlan, LoadedStep, StepLoader, on_device
 from dflash.train.network import NetworkConfig, drafter_config
 from dflash.train.objective import DraftingLoss, LossSums, ObjectiveConfig
 from dflash.train.optim import OptimConfig, build_optimizer, lr_at, set_lr
 from dflash.train.record import RunLog, step_figures
 from dflash.train.sampler import Corpus, Sampler, SamplerConfig, check_world
-from dflash.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from dflash.world import World
+
+
+_PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,8 @@ class TrainConfig:
     max_steps: int | None = None
     """Stop behind this many optimizer steps; the schedule ends there too."""
     seed: int = 0
+    precision: str = "bfloat16"
+    """Compute dtype, `bfloat16` or `float32`; weights and moments are float32 either way."""
     save_every: int = 500
     """Steps between checkpoints."""
     keep: int = 3
@@ -63,10 +78,11 @@ class TrainConfig:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a run without an end.
+        """Refuse a run without an end, and parts that do not belong together.
 
         Raises:
-            ConfigError: neither epochs nor steps, or a number below one.
+            ConfigError: neither epochs nor steps, a number below one, an unknown precision, or a loss for
+                another block size than the network's.
         """
         if self.epochs is None and self.max_steps is None:
             raise ConfigError("a run needs an end: give --epochs or --max-steps")
@@ -74,18 +90,22 @@ class TrainConfig:
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise ConfigError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
+        if self.precision not in _PRECISIONS:
+            raise ConfigError(f"precision {self.precision!r} is not one of {', '.join(_PRECISIONS)}")
+        if self.objective.block_size != self.network.block_size:
+            raise ConfigError(
+                f"the loss is for blocks of {self.objective.block_size}, the network has blocks of "
+                f"{self.network.block_size}; --block-size sets both"
+            )
 
     def settings(self) -> dict[str, Any]:
         """What must not change when a run is resumed, JSON-ready."""
-        return json.loads(
-            json.dumps(
-                {
-                    part: asdict(getattr(self, part))
-                    for part in ("network", "anchors", "objective", "sampler", "optim")
-                }
-                | {"epochs": self.epochs, "max_steps": self.max_steps, "seed": self.seed}
-            )
-        )  # type: ignore[no-any-return]
+        parts = ("network", "anchors", "objective", "sampler", "optim")
+        own = ("epochs", "max_steps", "seed", "precision")
+        tree = {part: asdict(getattr(self, part)) for part in parts} | {
+            key: getattr(self, key) for key in own
+        }
+        return json.loads(json.dumps(tree))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -117,28 +137,30 @@ def train(config: TrainConfig, world: World) -> TrainResult:
     Raises:
         ConfigError: settings that do not suit each other, the cache or the ranks; or `out` holds another run.
         CacheError: the cache is missing, incomplete or damaged.
+        CheckpointError: a resumed run has no whole checkpoint, or none that fits.
         TrainingError: the loss is no longer finite.
     """
     check_world(config.sampler, world)
     with process_group(world), stop_signals() as stop:
         run = _Run.open(config, world)
-        with StepLoader(run.reader, run.sampler, run.blocks, world, run.device) as loader, run.progress() as bar:
+        with (
+            StepLoader(run.reader, run.sampler, run.blocks, world, run.device) as loader,
+            run.progress() as bar,
+        ):
             started = time.perf_counter()
-            for loaded in loader:
+            for loaded in run.remaining(loader):
                 run.step(loaded)
                 bar.advance(run.log.last_tokens, run.log.summary(loader.waited))
-                stopping = run.agree(stop.name is not None)
-                if run.finished or stopping:
+                if run.agree(stop.name is not None):
                     break
                 if run.done % config.save_every == 0:
                     run.save()
-        checkpoint = run.save()
         return TrainResult(
             steps=run.done,
             tokens=run.consumed,
             seconds=time.perf_counter() - started,
             loss=run.log.final_loss(),
-            checkpoint=checkpoint,
+            checkpoint=run.save(),
             stopped=stop.name,
             mix=run.log.mix(),
         )
@@ -153,12 +175,16 @@ class _Run:
         identity = reader.manifest.identity
         network = drafter_config(config.network, reader.cache, reader.manifest)
         self.blocks = BlockPlan(config.anchors, BlockShape(network.block_size, network.mask_token_id))
+        network = replace(
+            network,
+            input_embedding_scale=head.facts.embed_scale,
+            final_logit_softcapping=head.facts.logit_softcap,
+        )
         self.drafter = Drafter(network)
         init_weights(self.drafter, config.seed)
         self.drafter.to(self.device)
-        loss = DraftingLoss(
-            self.drafter, head.to(self.device, torch.bfloat16), config.objective, len(identity.bucket_edges)
-        )
+        head = head.to(self.device, _PRECISIONS[config.precision])
+        loss = DraftingLoss(self.drafter, head, config.objective, len(identity.bucket_edges))
         self.module: nn.Module = loss
         if world.size > 1:
             self.module = DistributedDataParallel(loss, broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -168,8 +194,8 @@ class _Run:
         )
         self.sampler = Sampler(self.corpus, config.sampler, epochs=config.epochs)
         self.sampler_state: Any = self.sampler.state()
-        self.done = 0
-        self.consumed = 0
+        self.done = self.consumed = 0  # steps, tokens
+        self.saved: int | None = None  # step of the newest checkpoint
         self.log = RunLog(config.out, identity.bucket_edges, self.sampler.quota, enabled=world.is_main)
 
     @classmethod
@@ -182,7 +208,9 @@ class _Run:
         reader = CacheReader(config.cache)
         newest = latest_checkpoint(config.out)
         if newest is not None and not config.resume:
-            raise ConfigError(f"--out {config.out} holds a run already; go on with --resume, or give another folder")
+            raise ConfigError(
+                f"--out {config.out} holds a run already; go on with --resume, or give another folder"
+            )
         run = cls(config, world, reader, TargetHead.load(config.cache / HEAD_NAME))
         if newest is not None:
             run._restore(newest)
@@ -205,13 +233,21 @@ class _Run:
             state=state.sampler,  # type: ignore[arg-type]
         )
         restore(checkpoint, self.drafter, self.optimizer)
-        self.done, self.sampler_state = state.step, state.sampler
+        self.done = self.saved = state.step
+        self.sampler_state = state.sampler
         self.consumed = self.sampler.tokens
 
     @property
     def finished(self) -> bool:
         """Whether the last step that was asked for is done."""
         return self.config.max_steps is not None and self.done >= self.config.max_steps
+
+    def remaining(self, loader: StepLoader) -> Iterator[LoadedStep]:
+        """The steps that are left, none for a run that was over before it was resumed."""
+        for loaded in () if self.finished else loader:
+            yield loaded
+            if self.finished:
+                return
 
     def progress(self) -> Progress:
         """A bar over the tokens of the run; without epochs over its estimated tokens."""
@@ -256,30 +292,28 @@ class _Run:
         return self.consumed / self.sampler.epoch_tokens
 
     def _backward(self, batches: list[PackedBatch]) -> Tensor:
-        """Sum loss gradients over this rank's micro-batches; returns the sums of `LossSums` over all ranks."""
+        """Sum loss gradients over this rank's micro-batches; gives the sums of `LossSums` over all ranks."""
         totals: Tensor | None = None
         last = len(batches) - 1
         for number, batch in enumerate(on_device(batches, self.device)):
             # Ranks exchange gradients once a step, beside the last backward pass.
-            hold = self.module.no_sync() if self._accumulates(number < last) else nullcontext()
-            with hold:
-                with torch.autocast(self.device.type, torch.bfloat16):
-                    sums: LossSums = self.module(batch)
+            with self._without_exchange() if number < last else nullcontext():
+                sums: LossSums = self.module(batch)
                 sums.loss.backward()  # type: ignore[no-untyped-call]
             metrics = sums.metrics()
             totals = metrics if totals is None else totals + metrics
         assert totals is not None  # every rank has at least one micro-batch: check_world
         return sum_over_ranks(totals).cpu()
 
-    def _accumulates(self, more: bool) -> bool:
-        return more and isinstance(self.module, DistributedDataParallel)
+    def _without_exchange(self) -> AbstractContextManager[None]:
+        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
 
     def _update(self, weight: float, lr: float) -> float:
         """Turn summed gradients into those of sum(w CE) / sum(w) over the step, clip, and apply them."""
         parameters = [p for p in self.drafter.parameters() if p.grad is not None]
         # DDP has averaged over ranks; the loss is a sum over them.
         scale = self.world.size / weight if weight > 0 else 0.0
-        torch._foreach_mul_([p.grad for p in parameters], scale)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
         norm = nn.utils.clip_grad_norm_(parameters, self.config.optim.clip)
         set_lr(self.optimizer, lr)
         self.optimizer.step()
@@ -293,18 +327,21 @@ class _Run:
         return bool(sum_over_ranks(torch.tensor([float(wish)], device=self.device)).item() > 0)
 
     def save(self) -> Path:
-        """Write a checkpoint on the first rank; the others wait for it."""
-        state = TrainState(self.done, self.sampler_state, self.config.settings())
-        path = self.config.out
-        if self.world.is_main:
-            path = save_checkpoint(self.config.out, self.drafter, self.optimizer, state, keep=self.config.keep)
-        barrier()
-        return path
+        """Write a checkpoint on the first rank, while the others wait, unless this step has one already."""
+        if self.saved != self.done:
+            state = TrainState(self.done, self.sampler_state, self.config.settings())
+            if self.world.is_main:
+                save_checkpoint(self.config.out, self.drafter, self.optimizer, state, keep=self.config.keep)
+            barrier()
+            self.saved = self.done
+        return checkpoint_path(self.config.out, self.done)
 
 
 def _check_same(saved: dict[str, Any], now: dict[str, Any]) -> None:
     flat_saved, flat_now = _flat(saved), _flat(now)
-    changed = [key for key in sorted(flat_saved.keys() | flat_now.keys()) if flat_saved.get(key) != flat_now.get(key)]
+    changed = [
+        key for key in sorted(flat_saved.keys() | flat_now.keys()) if flat_saved.get(key) != flat_now.get(key)
+    ]
     if changed:
         both = "; ".join(f"{key}: was {flat_saved.get(key)!r}, now {flat_now.get(key)!r}" for key in changed)
         raise ConfigError(f"--resume with other settings: {both}; use the first values or another --out")
@@ -326,7 +363,7 @@ class StopFlag:
 
 @contextmanager
 def stop_signals() -> Iterator[StopFlag]:
-    """Within the block, SIGTERM and SIGINT ask for a stop behind the current step; a second one acts at once."""
+    """Within the block, SIGTERM and SIGINT ask for a stop behind the current step; a second one acts now."""
     flag = StopFlag()
 
     def note(number: int, _frame: object) -> None:
