@@ -20,6 +20,10 @@ from dflash.world import World
 
 MAX_UNIT_SAMPLES = 1 << 19
 """Keeps a unit within one index fragment."""
+# In a small corpus the budget alone would put all lengths of a bucket into one batch. One that is large enough
+# to keep the device busy, a sixteenth of the budget, ends before more than this share of it is padding.
+_MOST_PADDING = 0.03
+_EVEN_AFTER = 16
 _UNITS_PER_RANK = 4
 """At least, where there is that much work: ranks finish within a quarter of their share of each other."""
 
@@ -51,11 +55,14 @@ def batches_of(lengths: np.ndarray, ids: np.ndarray, edges: Sequence[int], budge
     sorted_lengths = lengths[order].tolist()
     buckets = np.searchsorted(np.asarray(edges), lengths[order]).tolist()
     starts: list[int] = []
-    longest, bucket = 0, -1
+    longest, tokens, bucket = 0, 0, -1
     for place, length in enumerate(sorted_lengths):
-        if buckets[place] != bucket or (place - starts[-1] + 1) * longest > budget:
+        padded = (place - starts[-1] + 1) * longest if starts else 0
+        uneven = tokens * _EVEN_AFTER >= budget and tokens + length < (1 - _MOST_PADDING) * padded
+        if buckets[place] != bucket or padded > budget or uneven:
             starts.append(place)
-            longest, bucket = length, buckets[place]
+            longest, tokens, bucket = length, 0, buckets[place]
+        tokens += length
     return np.split(order, starts[1:]) if starts else []
 
 

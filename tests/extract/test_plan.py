@@ -88,6 +88,14 @@ def test_padding_stays_low_on_realistic_lengths():
     assert pad_share(units_of(batches, lengths, edges, 10_000_000)) < 0.02
 
 
+@pytest.mark.parametrize(("count", "most"), [(30, 0.1), (300, 0.03)])
+def test_padding_stays_low_in_a_small_corpus_too(count, most):
+    """All of it would fit into a few batches, of very different lengths."""
+    lengths = np.random.default_rng(1).integers(45, 250, count).astype(np.int32)
+    batches = batches_of(lengths, ids_of(lengths), (256,), 8192)
+    assert pad_share(units_of(batches, lengths, (256,), 10_000_000)) < most
+
+
 def test_a_plan_of_nothing_is_empty():
     nothing = np.empty(0, dtype=np.int32)
     assert batches_of(nothing, nothing.astype(np.uint64), EDGES, 64) == []
