@@ -20,7 +20,7 @@ from dflash.world import World
 
 MAX_UNIT_SAMPLES = 1 << 19
 """Keeps a unit within one index fragment."""
-# In a small corpus the budget alone would put all lengths of a bucket into one batch. One that is large enough
+# In a small corpus the budget alone would put all lengths of a bucket into one batch. One large enough
 # to keep the device busy, a sixteenth of the budget, ends before more than this share of it is padding.
 _MOST_PADDING = 0.03
 _EVEN_AFTER = 16
