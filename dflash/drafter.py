@@ -177,7 +177,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)  # [..., heads * d] -> [..., heads, d]
+        # [..., heads * d] -> [..., heads, d]; there may be no rows at all
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
     def key_value(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> KeyValue:
         """Rotated keys and values `[..., g, d]` of rows `[..., H]`, the same way for context and block."""

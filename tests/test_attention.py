@@ -1,0 +1,162 @@
+"""Block attention: every implementation computes what the masked dense attention computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dflash.attention import (
+    GROUP_BLOCKS,
+    BlockLayout,
+    KeyValue,
+    attention_for,
+    dense_attention,
+    flex_block_attention,
+    grouped_attention,
+    lone_attention,
+    visible,
+)
+
+
+@dataclass
+class Case:
+    """Tensors of one packed micro-batch."""
+
+    query: Tensor
+    context: KeyValue
+    block: KeyValue
+    layout: BlockLayout
+
+    def leaves(self) -> list[Tensor]:
+        return [self.query, *self.context, *self.block]
+
+    def run_flex(self) -> Tensor:
+        """Uncompiled and forward only: all that flex_attention can do on a CPU."""
+        detached = [tensor.detach() for tensor in self.leaves()]
+        return flex_block_attention(
+            detached[0], KeyValue(*detached[1:3]), KeyValue(*detached[3:]), self.layout, compiled=False
+        )
+
+    def run(self, attention) -> Tensor:
+        return attention(self.query, self.context, self.block, self.layout)
+
+
+def make_case(
+    anchors: list[list[int]], size: int = 3, heads: int = 4, groups: int = 2, seed: int = 0
+) -> Case:
+    """Documents one after another, each given by its sorted anchors; its context ends at the last one."""
+    starts, ends, rows = [], [], 0
+    for of_document in anchors:
+        starts += [rows] * len(of_document)
+        ends += [rows + anchor for anchor in of_document]
+        rows += max(of_document, default=0)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, 8, generator=generator, requires_grad=True)
+
+    blocks = len(starts)
+    return Case(
+        random(blocks, size, heads),
+        KeyValue(random(rows, groups), random(rows, groups)),
+        KeyValue(random(blocks, size, groups), random(blocks, size, groups)),
+        BlockLayout.build(starts, ends),
+    )
+
+
+def sorted_unique(top: int, most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, top), min_size=0, max_size=most, unique=True).map(sorted)
+
+
+LAYOUTS = st.lists(sorted_unique(25, 2 * GROUP_BLOCKS + 3), min_size=1, max_size=4).filter(any)
+HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4), (6, 2)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, HEADS, st.integers(1, 5), st.integers(0, 99))
+def test_groups_give_the_values_and_gradients_of_the_dense_oracle(anchors, heads, size, seed):
+    case = make_case(anchors, size, *heads, seed=seed)
+    upstream = torch.randn(case.query.shape, generator=torch.Generator().manual_seed(seed + 1))
+    results = []
+    for attention in (dense_attention, grouped_attention):
+        out = case.run(attention)
+        gradients = torch.autograd.grad(out, case.leaves(), upstream, materialize_grads=True)
+        results.append((out, *gradients))
+    for oracle, ours in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, oracle, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("anchors", [[[3, 9], [], [0, 1, 20]], [[0]], [list(range(20)), [140]]])
+def test_flex_attention_gives_the_values_of_the_dense_oracle(anchors, heads):
+    case = make_case(anchors, 4, *heads)
+    torch.testing.assert_close(case.run_flex(), case.run(dense_attention).detach(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_the_flex_mask_is_built_once_for_all_layers():
+    case = make_case([[2, 5]])
+    case.run_flex()
+    mask = case.layout.memo["flex"]
+    case.run_flex()
+    assert case.layout.memo["flex"] is mask
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+@pytest.mark.parametrize("end", [0, 1, 17])
+def test_a_lone_block_needs_no_mask(end, heads):
+    case = make_case([[end]], 4, *heads)
+    torch.testing.assert_close(case.run(lone_attention), case.run(dense_attention), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", [dense_attention, grouped_attention, lone_attention])
+def test_a_block_without_any_context_sees_itself_and_is_finite(attention):
+    case = make_case([[0]])
+    out = case.run(attention)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert case.query.grad.isfinite().all()
+
+
+@given(LAYOUTS, st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_a_query_sees_its_document_before_its_anchor_and_its_own_block(anchors, size):
+    case = make_case(anchors, size)
+    rows = case.context.key.shape[0]
+    mask = visible(case.layout, rows, size)
+    starts, ends = case.layout.context_start.tolist(), case.layout.context_end.tolist()
+    expected = [
+        {*range(start, end), *(rows + block * size + slot for slot in range(size))}
+        for block, (start, end) in enumerate(zip(starts, ends, strict=True))
+        for _ in range(size)
+    ]
+    assert [set(row.nonzero()[:, 0].tolist()) for row in mask] == expected
+
+
+@given(LAYOUTS)
+@settings(max_examples=40, deadline=None)
+def test_groups_cover_every_block_once_in_order_and_stay_small(anchors):
+    layout = make_case(anchors).layout
+    covered = [block for group in layout.groups for block in range(group.first, group.last)]
+    assert covered == list(range(len(layout.context_start)))
+    for group in layout.groups:
+        assert group.last - group.first <= GROUP_BLOCKS
+        assert (layout.context_start[group.first : group.last] == group.start).all()
+        assert (layout.context_end[group.first : group.last] <= group.end).all()
+
+
+def test_no_blocks_at_all_pass_through():
+    case = make_case([[]])
+    assert case.run(grouped_attention).shape == (0, 3, 4, 8)
+
+
+def test_training_uses_groups_on_the_cpu_and_flex_attention_on_cuda():
+    assert attention_for(torch.device("cpu")) is grouped_attention
+    assert attention_for(torch.device("cuda")) is flex_block_attention
