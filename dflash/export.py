@@ -21,7 +21,7 @@ def transformers_config(config: DrafterConfig) -> dict[str, Any]:
     """`config.json` under which Transformers (5.24 and later) runs the same network without remote code.
 
     Raises:
-        ConfigError: that network has no attention biases, this drafter has; or the target's last layer is tapped.
+        ConfigError: the drafter has attention biases, which that network lacks, or taps the last layer.
     """
     c = config
     if c.attention_bias:
@@ -29,8 +29,8 @@ def transformers_config(config: DrafterConfig) -> dict[str, Any]:
     last = c.num_target_layers - 1
     if last in c.target_layer_ids:
         raise ConfigError(
-            f"tap {last} is the target's last layer, whose output Transformers gives only behind the final norm; "
-            "train a drafter with lower taps"
+            f"tap {last} is the target's last layer, whose output Transformers gives only behind the final "
+            "norm; train a drafter with lower taps"
         )
     return {
         "architectures": ["MuseGlimmerAssistantModel"],
@@ -58,7 +58,7 @@ def transformers_config(config: DrafterConfig) -> dict[str, Any]:
 
 
 def export_transformers(drafter: Drafter, out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a folder that `AutoModel.from_pretrained` opens and `generate(speculation_type="dflash")` uses.
+    """Write a folder that `AutoModel` opens and `generate(speculation_type="dflash")` uses.
 
     Raises:
         ConfigError: `out` exists, or the network has no counterpart.

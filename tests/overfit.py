@@ -1,9 +1,10 @@
-"""A drafter that has learnt a tiny target's own greedy answers, so that acceptance varies and is not always nothing."""
+"""A drafter that has learnt some of a tiny target's own greedy answers, so that acceptance varies."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from support import VOCAB
 
 from dflash.cache.writer import Sample
 from dflash.decode import DecodeConfig, generate
@@ -11,7 +12,6 @@ from dflash.drafter import Drafter, DrafterConfig, init_weights
 from dflash.target import Target
 from dflash.train.batches import BlockShape, Document, pack
 from dflash.train.objective import DraftingLoss, ObjectiveConfig
-from support import VOCAB
 
 
 def open_target(folder, taps: tuple[int, ...] = (1, 3), dtype: torch.dtype = torch.float32) -> Target:

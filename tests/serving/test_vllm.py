@@ -1,0 +1,45 @@
+"""vLLM serves the folder that `dflash train` leaves, and accepts as many drafts as we do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from clients import acceptance_length, decode_all, run_client
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(1800)]
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def ours(demo):
+    return decode_all(demo.target, demo.drafter, demo.prompts, NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def served(demo, tmp_path_factory):
+    job = {
+        "target": str(demo.target_folder),
+        "drafter": str(demo.drafter_folder),
+        "drafts": demo.drafter.config.block_size - 1,
+        "prompts": demo.prompts,
+        "max_new_tokens": NEW_TOKENS,
+        # behind the last token that is wanted a whole block is still drafted
+        "max_model_len": max(map(len, demo.prompts)) + NEW_TOKENS + 2 * demo.drafter.config.block_size,
+    }
+    return json.loads(run_client("vllm", job, tmp_path_factory.mktemp("vllm"), timeout=1500).read_text())
+
+
+def test_every_token_is_ours(ours, served):
+    assert served["tokens"] == [generation.tokens for generation in ours]
+
+
+def test_the_acceptance_length_is_ours_within_a_tenth(demo, ours, served):
+    """By vLLM's counters: accepted drafts a cycle, and the target's own token.
+
+    It counts drafts beyond the end of a text too, which we do not use: hence the tenth.
+    """
+    assert served["num_draft_tokens"] == served["num_drafts"] * (demo.drafter.config.block_size - 1)
+    theirs = 1 + served["num_accepted_tokens"] / served["num_drafts"]
+    assert theirs == pytest.approx(acceptance_length(ours), abs=0.1)
+    assert theirs > 1.1  # a drafter whose weights were not read would be accepted hardly ever
