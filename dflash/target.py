@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from dflash.drafter import check_taps
 from dflash.errors import TargetError
 from dflash.files import digest_file, digest_json
 from dflash.head import TargetHead, head_of
+from dflash.taps import check_taps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -89,13 +90,24 @@ def _one_line_errors(name: str) -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise TargetError(
             f"cannot load the target {name!r}: {reason}; give a model folder or a hub name"
         ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+def _load(kind: Any, name: str, **options: Any) -> Any:
+    """Load a frozen model. Weights that its files lack are an error: Transformers would make them up."""
+    with _one_line_errors(name):
+        model, report = kind.from_pretrained(name, output_loading_info=True, **options)
+    if lacking := sorted(report["missing_keys"]):
+        raise TargetError(
+            f"the target {name!r} lacks {len(lacking)} weights, e.g. {lacking[0]}; its files are incomplete"
+        )
+    return model.eval().requires_grad_(False)
 
 
 def inspect_target(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetFacts:
@@ -203,10 +215,7 @@ def load_head(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False)
         TargetError: the target cannot be loaded or its embedding cannot serve a drafter.
     """
     config = truncated_config(load_config(name, trust_remote_code=trust_remote_code), 1)
-    with _one_line_errors(name):
-        model = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+    model = _load(AutoModelForCausalLM, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
     return head_of(model, final_norm(model.get_decoder(), config.get_text_config().hidden_size))
 
 
@@ -239,7 +248,7 @@ class TruncatedTarget:
         trust_remote_code: Whether the model's own code may be executed.
 
     Raises:
-        TargetError: the target cannot be loaded.
+        TargetError: the target cannot be loaded, or lacks weights.
         ConfigError: a tap is not a layer of it.
     """
 
@@ -256,11 +265,8 @@ class TruncatedTarget:
         check_taps(taps, config.get_text_config().num_hidden_layers)
         depth = taps[-1] + 1
         config = truncated_config(config, depth)
-        with _one_line_errors(name):
-            model = AutoModel.from_pretrained(
-                name, config=config, dtype=dtype, trust_remote_code=trust_remote_code
-            )
-        self.model = model.eval().requires_grad_(False).to(device)
+        model = _load(AutoModel, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.model = model.to(device)
         self.taps, self.device = taps, device
         self.hidden_size = int(config.get_text_config().hidden_size)
         self._layers = decoder_layers(self.model, depth)
@@ -298,6 +304,10 @@ class Target:
         dtype: Dtype of the weights.
         device: Where it runs.
         trust_remote_code: Whether the model's own code may be executed.
+
+    Raises:
+        TargetError: the target cannot be loaded, or lacks weights.
+        ConfigError: a tap is not a layer of it.
     """
 
     def __init__(
@@ -309,11 +319,8 @@ class Target:
         device: torch.device,
         trust_remote_code: bool = False,
     ) -> None:
-        with _one_line_errors(name):
-            model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, trust_remote_code=trust_remote_code
-            )
-        self.model = model.eval().requires_grad_(False).to(device)
+        model = _load(AutoModelForCausalLM, name, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.model = model.to(device)
         text = model.config.get_text_config()
         check_taps(taps, text.num_hidden_layers)
         self.taps, self.device, self.dtype = taps, device, dtype
