@@ -1,7 +1,7 @@
 """The commands. Thin: they turn flags into configurations, call one function, and print what it returns.
 
-Heavy imports stand inside the commands, so that `dflash --help` answers at once. Data goes to stdout, progress and
-errors to stderr; an error that the user can mend is one line and exit code 2.
+Heavy imports stand inside the commands, so that `dflash --help` answers at once. Data goes to stdout,
+progress and errors to stderr; an error that the user can mend is one line and exit code 2.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ class Group(click.Group):
             raise UserError(str(error)) from error
 
 
-class IntList(click.ParamType):
+class IntList(click.ParamType):  # type: ignore[type-arg] # generic since click 8.5 only
     """Comma-separated whole numbers; a list in a configuration file."""
 
     name = "int,int,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         """Parse, or fail naming the value."""
         parts = value.split(",") if isinstance(value, str) else value
         try:
@@ -53,7 +55,7 @@ class IntList(click.ParamType):
 
 
 def _read_config(ctx: click.Context, _param: click.Parameter, value: Path | None) -> None:
-    """Take defaults from a TOML file; flags win over it. click would ignore unknown keys, so they are checked here."""
+    """Take defaults from a TOML file; flags win over it. click ignores unknown keys, so they are checked."""
     if value is None:
         return
     if sys.version_info >= (3, 11):
@@ -68,7 +70,8 @@ def _read_config(ctx: click.Context, _param: click.Parameter, value: Path | None
     values = {key.replace("-", "_"): item for key, item in given.items()}
     for key in values.keys() - known:
         raise UserError(
-            f"--config {value}: unknown key {key!r}; `dflash {ctx.info_name}` knows {', '.join(sorted(known))}"
+            f"--config {value}: unknown key {key!r}; `dflash {ctx.info_name}` knows "
+            f"{', '.join(sorted(known))}"
         )
     ctx.default_map = values
 
@@ -97,7 +100,7 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
 
 
 def _parallel(nproc: int | None) -> bool:
-    """Start one process a GPU (or `nproc`) and run this command in each; False when this process should run it."""
+    """Start one process a GPU (or `nproc`) with this command; False when this process should run it."""
     from dflash.dist import default_nproc, launch
     from dflash.world import launched_by_torchrun
 
@@ -126,7 +129,9 @@ nproc_option = click.option(
 @options(
     config_option,
     click.option("--target", required=True, help="Folder or hub name of the target model."),
-    click.option("--data", required=True, multiple=True, help="Conversations: file, folder, pattern or data set."),
+    click.option(
+        "--data", required=True, multiple=True, help="Conversations: file, folder, pattern or data set."
+    ),
     click.option("--out", required=True, type=PATH, help="Folder of the cache."),
     click.option("--taps", type=IntList(), help="0-based target layers to tap.  [default: 5, evenly spread]"),
     click.option("--max-length", default=3072, show_default=True, help="Tokens at which a sample is cut."),
@@ -135,10 +140,16 @@ nproc_option = click.option(
         type=IntList(),
         help="Upper ends of the length buckets.  [default: 256,512,1024,2048,3072 up to --max-length]",
     ),
-    click.option("--min-supervised", default=2, show_default=True, help="Samples with fewer supervised tokens go."),
+    click.option(
+        "--min-supervised", default=2, show_default=True, help="Samples with fewer supervised tokens go."
+    ),
     click.option("--tokens-per-batch", default=8192, show_default=True, help="Tokens of one forward pass."),
-    click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float32; compute and storage."),
-    click.option("--shard-mb", default=256, show_default=True, help="Size at which a shard is committed, MiB."),
+    click.option(
+        "--dtype", default="bfloat16", show_default=True, help="bfloat16 or float32; compute and storage."
+    ),
+    click.option(
+        "--shard-mb", default=256, show_default=True, help="Size at which a shard is committed, MiB."
+    ),
     nproc_option,
     trust_option,
 )
@@ -174,14 +185,24 @@ def extract(nproc: int | None, **flags: Any) -> None:
     click.option("--anchors", default=512, show_default=True, help="Most anchors of a sample in an epoch."),
     click.option("--anchor-density", default=0.25, show_default=True, help="Anchors per supervised token."),
     click.option("--loss", default="ce", show_default=True, help="ce: cross-entropy to the data's tokens."),
-    click.option("--gamma", type=float, help="Decay of slot weights.  [default: 7, 5, 4 for blocks of 16, 10, 8]"),
+    click.option(
+        "--gamma", type=float, help="Decay of slot weights.  [default: 7, 5, 4 for blocks of 16, 10, 8]"
+    ),
     click.option("--sampler", default="stratified", show_default=True, help="stratified, shuffle or fifo."),
     click.option("--compose", default="mixed", show_default=True, help="mixed or bucketed micro-batches."),
-    click.option("--min-ready", default=30, show_default=True, help="Micro-batches ready before one is drawn."),
+    click.option(
+        "--min-ready", default=30, show_default=True, help="Micro-batches ready before one is drawn."
+    ),
     click.option("--max-ready", default=90, show_default=True, help="Micro-batches ready at most."),
-    click.option("--mix", default="natural", show_default=True, help="natural, uniform, sqrt, or 256:0.2,512:0.8."),
-    click.option("--tokens-per-batch", default=16384, show_default=True, help="Most tokens of a micro-batch."),
-    click.option("--batches-per-step", default=8, show_default=True, help="Micro-batches of a step, all ranks."),
+    click.option(
+        "--mix", default="natural", show_default=True, help="natural, uniform, sqrt, or 256:0.2,512:0.8."
+    ),
+    click.option(
+        "--tokens-per-batch", default=16384, show_default=True, help="Most tokens of a micro-batch."
+    ),
+    click.option(
+        "--batches-per-step", default=8, show_default=True, help="Micro-batches of a step, all ranks."
+    ),
     click.option("--epochs", type=int, help="Passes over the cache.  [default: 6, or until --max-steps]"),
     click.option("--max-steps", type=int, help="Optimizer steps; the schedule ends there."),
     click.option("--lr", default=6e-4, show_default=True, help="Peak learning rate."),
@@ -228,7 +249,9 @@ pair_options = options(
 @options(
     config_option,
     pair_options,
-    click.option("--data", required=True, multiple=True, help="Prompts: conversations up to the last user turn."),
+    click.option(
+        "--data", required=True, multiple=True, help="Prompts: conversations up to the last user turn."
+    ),
     click.option("--per-kind", type=int, help="Most prompts of each kind.  [default: all]"),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )
@@ -269,7 +292,9 @@ def generate(target: str, drafter: Path, prompt: str, **flags: Any) -> None:
     result = decode(model, network, torch.tensor(ids), settings)
     click.echo(tokenizer.decode(result.tokens, skip_special_tokens=True))
     rate = len(result.tokens) / max(result.seconds, 1e-9)
-    click.echo(f"{len(result.tokens)} tokens, {rate:.1f} tokens/s, acceptance length {result.tau:.2f}", err=True)
+    click.echo(
+        f"{len(result.tokens)} tokens, {rate:.1f} tokens/s, acceptance length {result.tau:.2f}", err=True
+    )
 
 
 @cli.group()

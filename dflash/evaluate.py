@@ -1,9 +1,9 @@
-"""What a drafter is worth on prompts it has not seen: acceptance length, speed-up, and whether output is unchanged.
+"""What a drafter is worth on prompts it has not seen: acceptance, speed-up, and whether output is unchanged.
 
-Every prompt is decoded plainly and speculatively, in turn and in alternating order, so that noise of the machine
-falls on both. tau is that of the serving walk (the next anchor is behind the last accepted token), pooled over
-prompts: produced tokens / verification cycles. The average over all anchors is shown beside it, since easy
-stretches dominate that one.
+Every prompt is decoded plainly and speculatively, in turn and in alternating order, so that noise of the
+machine falls on both. tau is that of the serving walk (the next anchor is behind the last accepted token),
+pooled over prompts: produced tokens / verification cycles. The average over all anchors is shown beside it,
+since easy stretches dominate that one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class KindReport:
         """Share of cycles whose slot k = 1..B-1 was accepted."""
         total = max(sum(self.accepted.values()), 1)
         return [
-            sum(n for length, n in self.accepted.items() if length >= slot) / total for slot in range(1, slots + 1)
+            sum(n for length, n in self.accepted.items() if length >= slot) / total
+            for slot in range(1, slots + 1)
         ]
 
     def add(self, plain: Generation, speculative: Generation) -> None:
@@ -140,8 +141,8 @@ class EvalReport:
 
     def table(self) -> str:
         """A row a kind, then all together."""
-        head = f"{'prompts':<12}{'n':>4}{'tokens':>8}{'walk tau':>10}{'anchor tau':>12}{'plain s':>9}{'spec. s':>9}"
-        lines = [head + f"{'speed-up':>10}{'equal':>9}"]
+        head = f"{'prompts':<12}{'n':>4}{'tokens':>8}{'walk tau':>10}{'anchor tau':>12}"
+        lines = [head + f"{'plain s':>9}{'spec. s':>9}{'speed-up':>10}{'equal':>9}"]
         rows = [*sorted(self.kinds.items()), ("all", self.total)]
         for name, r in rows if len(self.kinds) > 1 else rows[-1:]:
             lines.append(
@@ -178,7 +179,7 @@ def open_pair(
     """
     device = device_of(World())
     network = load_drafter(resolve_drafter(drafter), DTYPES[dtype])
-    network.eval().requires_grad_(False)  # noqa: FBT003 - torch's signature
+    network.eval().requires_grad_(False)
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     try:
         model = Target(
@@ -189,7 +190,9 @@ def open_pair(
             trust_remote_code=trust_remote_code,
         )
     except ConfigError as error:
-        raise CheckpointError(f"the drafter in {drafter} does not fit the target {target}: {error}") from error
+        raise CheckpointError(
+            f"the drafter in {drafter} does not fit the target {target}: {error}"
+        ) from error
     check_fit(network, model)
     return model, network.to(device), tokenizer
 

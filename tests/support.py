@@ -11,12 +11,11 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dflash.cache.manifest import Identity, Manifest, create_cache
+from dflash.cache.manifest import TARGET_CONFIG_NAME, Identity, Manifest, create_cache
 from dflash.cache.writer import CacheWriter, Sample, finalize
 from dflash.drafter import DrafterConfig
 from dflash.files import publish_json
 from dflash.head import HEAD_NAME, HeadFacts, TargetHead
-from dflash.train.network import TARGET_CONFIG_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path

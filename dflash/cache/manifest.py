@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+TARGET_CONFIG_NAME = "target_config.json"
 MAX_MANIFEST_BYTES = 1 << 20
 """A larger manifest is refused unread: a cache from strangers must not fill the memory."""
 BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4}

@@ -1,4 +1,4 @@
-"""`dflash demo`: the whole job on a small real model, by calling what the commands call, and one table at the end."""
+"""`dflash demo`: the whole job on a small real model, by calling what the commands call, and one table."""
 
 from __future__ import annotations
 
@@ -60,7 +60,12 @@ def train_config(cache: Path, run: Path) -> TrainConfig:
 def eval_config(target: Path, run: Path) -> EvalConfig:
     """Held-out prompts of every kind, decoded in float32, where output must not change by a token."""
     return EvalConfig(
-        str(target), run, (str(corpus_file("heldout.jsonl")),), max_new_tokens=64, dtype="float32", per_kind=12
+        str(target),
+        run,
+        (str(corpus_file("heldout.jsonl")),),
+        max_new_tokens=64,
+        dtype="float32",
+        per_kind=12,
     )
 
 
@@ -91,7 +96,7 @@ def demo_result(
     return {
         "samples": info["samples"],
         "tokens": info["tokens"],
-        "bytes": info["bytes"],
+        "bytes": info["shard_bytes"],
         "bytes_per_token": info["bytes_per_token"],
         "extract_tokens_per_s": extracted.tokens_per_s,
         "train_steps": trained.steps,
@@ -110,20 +115,48 @@ def demo_result(
 
 def demo_table(result: dict[str, Any], trained: TrainResult, evaluated: EvalReport) -> str:
     """The demo's one table."""
-    mix = trained.mix
-    shares = "  ".join(f"{share:.1%}/{quota:.1%}" for share, quota in zip(mix["shares"], mix["quota"], strict=True))
-    variation = mix["variation"][0]
-    spread = variation["mean"] if variation["mean"] is not None else variation["last"]
-    lines = [
-        f"cache       {result['samples']:,} samples, {result['tokens']:,} tokens, {result['bytes'] / 2**20:,.0f} MiB, "
-        f"{result['bytes_per_token']:,.0f} bytes/token, extracted at {result['extract_tokens_per_s']:,.0f} tokens/s",
-        f"length mix  share/quota by bucket {shares}; total variation over {variation['draws']} draws {spread:.4f}",
-        f"training    {trained.steps} steps, {trained.tokens:,} tokens, {trained.seconds:.0f} s, "
-        f"final loss {trained.loss:.3f}",
-        "",
-        evaluated.table(),
-        "",
-        f"output unchanged on {result['outputs_equal']} of {result['outputs_total']} held-out prompts (greedy, float32); "
-        f"{result['seconds']:.0f} s in all",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            _row("cache", _cache_text(result)),
+            _row("length mix", _mix_text(trained.mix)),
+            _row("training", _training_text(trained)),
+            "",
+            evaluated.table(),
+            "",
+            _equal_text(result),
+        ]
+    )
+
+
+def _training_text(trained: TrainResult) -> str:
+    return (
+        f"{trained.steps} steps, {trained.tokens:,} tokens, {trained.seconds:.0f} s, "
+        f"final loss {trained.loss:.3f}"
+    )
+
+
+def _equal_text(result: dict[str, Any]) -> str:
+    return (
+        f"Output unchanged on {result['outputs_equal']} of {result['outputs_total']} held-out prompts "
+        f"(greedy, float32). {result['seconds']:.0f} s in all."
+    )
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<12}{text}"
+
+
+def _cache_text(result: dict[str, Any]) -> str:
+    return (
+        f"{result['samples']:,} samples, {result['tokens']:,} tokens, {result['bytes'] / 2**20:,.0f} MiB, "
+        f"{result['bytes_per_token']:,.0f} bytes/token, extracted at "
+        f"{result['extract_tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+def _mix_text(mix: dict[str, Any]) -> str:
+    pairs = zip(mix["shares"], mix["quota"], strict=True)
+    shares = "  ".join(f"{share:.1%}/{quota:.1%}" for share, quota in pairs)
+    window = mix["variation"][0]
+    spread = window["last"] if window["mean"] is None else window["mean"]
+    return f"share/quota by bucket {shares}; total variation over {window['draws']} draws {spread:.4f}"

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from dflash.cache.index import load_index
-from dflash.cache.manifest import Identity, Manifest, create_cache, load_manifest
+from dflash.cache.manifest import TARGET_CONFIG_NAME, Identity, Manifest, create_cache, load_manifest
 from dflash.cache.writer import CacheWriter, Sample, finalize, sweep_uncommitted
 from dflash.dist import barrier, device_of, process_group, sum_over_ranks
-from dflash.drafter import check_taps, default_taps
 from dflash.errors import CacheMismatch, ConfigError, CorpusError, TargetError
 from dflash.extract.chat import template_digest, tokenizer_digest
 from dflash.extract.conversation import Thinking
@@ -38,10 +37,10 @@ from dflash.files import publish_json
 from dflash.head import HEAD_NAME
 from dflash.progress import Progress
 from dflash.provenance import write_run_record
+from dflash.taps import check_taps, default_taps
 from dflash.target import DTYPES, TargetFacts, TruncatedTarget, inspect_target, load_head, load_tokenizer
 from dflash.world import World
 
-TARGET_CONFIG_NAME = "target_config.json"
 TOKENIZER_NAME = "tokenizer"
 _DEFAULT_TAPS = 5
 _FIRST_EDGE = 256

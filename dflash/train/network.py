@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dflash.cache.manifest import TARGET_CONFIG_NAME
 from dflash.drafter import DrafterConfig
 from dflash.errors import CacheCorrupt, ConfigError
 
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dflash.cache.manifest import Manifest
-
-TARGET_CONFIG_NAME = "target_config.json"
 
 
 @dataclass(frozen=True)
