@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +13,7 @@ from dflash.cache.info import cache_info
 from dflash.demo.gguf import convert_gguf, find_demo_gguf
 from dflash.evaluate import EvalConfig, EvalReport, evaluate
 from dflash.extract.pipeline import ExtractConfig, ExtractReport, extract
-from dflash.files import publish_json
+from dflash.files import publish_bytes, publish_json
 from dflash.train.batches import AnchorConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
@@ -22,6 +24,7 @@ from dflash.world import World
 
 BLOCK_SIZE = 8
 RESULT_NAME = "result.json"
+TABLE_NAME = "table.txt"
 
 
 def corpus_file(name: str) -> Path:
@@ -84,8 +87,11 @@ def run_demo(out: Path) -> str:
     evaluated = evaluate(eval_config(target, run))
     result = demo_result(cache_info(cache), extracted, trained, evaluated)
     result["seconds"] = round(time.perf_counter() - started, 1)
+    result |= _measured_before(out, extracted, trained)
+    table = demo_table(result, evaluated)
     publish_json(out / RESULT_NAME, result)
-    return demo_table(result, trained, evaluated)
+    publish_bytes(out / TABLE_NAME, f"{table}\n".encode())
+    return table
 
 
 def demo_result(
@@ -113,13 +119,22 @@ def demo_result(
     }
 
 
-def demo_table(result: dict[str, Any], trained: TrainResult, evaluated: EvalReport) -> str:
+def _measured_before(out: Path, extracted: ExtractReport, trained: TrainResult) -> dict[str, Any]:
+    """Figures of stages that had nothing left to do, from the demo that did them."""
+    path = out / RESULT_NAME
+    before = json.loads(path.read_text()) if path.exists() else {}
+    keys = [] if extracted.new_tokens else ["extract_tokens_per_s"]
+    keys += [] if not math.isnan(trained.loss) else ["train_seconds", "loss", "mix"]
+    return {key: before[key] for key in keys if key in before}
+
+
+def demo_table(result: dict[str, Any], evaluated: EvalReport) -> str:
     """The demo's one table."""
     return "\n".join(
         [
             _row("cache", _cache_text(result)),
-            _row("length mix", _mix_text(trained.mix)),
-            _row("training", _training_text(trained)),
+            _row("length mix", _mix_text(result["mix"])),
+            _row("training", _training_text(result)),
             "",
             evaluated.table(),
             "",
@@ -128,10 +143,10 @@ def demo_table(result: dict[str, Any], trained: TrainResult, evaluated: EvalRepo
     )
 
 
-def _training_text(trained: TrainResult) -> str:
+def _training_text(result: dict[str, Any]) -> str:
     return (
-        f"{trained.steps} steps, {trained.tokens:,} tokens, {trained.seconds:.0f} s, "
-        f"final loss {trained.loss:.3f}"
+        f"{result['train_steps']} steps, {result['train_tokens']:,} tokens, {result['train_seconds']:.0f} s, "
+        f"final loss {result['loss']:.3f}"
     )
 
 
