@@ -1,0 +1,95 @@
+"""With one process nothing is exchanged; more are started through torch's own launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed as torch_dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from dflash import dist
+from dflash.errors import ConfigError
+from dflash.world import World
+
+
+def test_alone_sums_and_barriers_do_nothing():
+    values = torch.tensor([1.0, 2.0])
+    with dist.process_group(World()):
+        assert not torch_dist.is_initialized()
+        assert dist.sum_over_ranks(values) is values
+        dist.barrier()
+    assert values.tolist() == [1.0, 2.0]
+
+
+def test_a_group_that_the_caller_has_joined_is_left_open(tmp_path):
+    store = torch_dist.FileStore(str(tmp_path / "store"), 1)
+    torch_dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with dist.process_group(World(0, 2)):
+            assert dist.sum_over_ranks(torch.ones(2)).tolist() == [1.0, 1.0]
+            dist.barrier()
+        assert torch_dist.is_initialized()
+    finally:
+        torch_dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, 1), (1, 1), (8, 8)])
+def test_there_is_one_process_a_gpu_and_one_without(monkeypatch, gpus, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert dist.default_nproc() == expected
+
+
+def test_a_process_uses_the_gpu_of_its_local_rank(monkeypatch):
+    assert dist.device_of(World(5, 8, 1)).type == "cpu" or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert dist.device_of(World(5, 8, 1)) == torch.device("cuda", 1)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--nproc 3 is more than the 2 visible GPUs"):
+        dist.launch(["train"], 3)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Instead of starting processes, note what would be started; set `fails` to let it fail."""
+    note = SimpleNamespace(fails=None)
+
+    def elastic_launch(config, entry):
+        def run(*arguments):
+            note.config, note.entry, note.arguments = config, entry, arguments
+            if note.fails:
+                raise ChildFailedError("dflash", note.fails)
+
+        return run
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    return note
+
+
+def test_a_launch_starts_this_program_and_divides_the_cores(launched):
+    dist.launch(["train", "--lr", "1"], 4)
+    assert launched.entry == sys.executable
+    assert launched.arguments == ("-m", "dflash", "train", "--lr", "1")
+    assert launched.config.nproc_per_node == 4
+    assert launched.config.max_restarts == 0
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("codes", "expected"), [({0: (2, 5.0), 1: (1, 9.0)}, 2), ({0: (-9, 1.0)}, 1)])
+def test_the_first_failure_decides_the_exit_code(launched, codes, expected):
+    launched.fails = {}
+    for rank, (code, when) in codes.items():
+        launched.fails[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="none")
+        launched.fails[rank].timestamp = when
+    with pytest.raises(SystemExit) as caught:
+        dist.launch(["train"], 2)
+    assert caught.value.code == expected
