@@ -1,0 +1,81 @@
+"""The learning rate's curve, and which parameters are decayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import drafter_config
+
+from dflash.drafter import Drafter
+from dflash.errors import ConfigError
+from dflash.train.optim import OptimConfig, build_optimizer, lr_at, set_lr
+
+CONFIG = OptimConfig(lr=2.0, warmup=0.1, final_lr=0.25)
+
+
+def test_the_rate_rises_in_a_line_falls_in_half_a_cosine_and_ends_at_its_floor():
+    points = {0.0: 0.0, 0.05: 1.0, 0.1: 2.0, 0.55: 1.25, 1.0: 0.5, 1.3: 0.5}
+    for progress, rate in points.items():
+        assert lr_at(progress, CONFIG) == pytest.approx(rate)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_the_rate_stays_in_bounds_and_only_falls_behind_the_warm_up(first, second):
+    low, high = sorted([first, second])
+    assert 0 <= lr_at(low, CONFIG) <= CONFIG.lr
+    if low >= CONFIG.warmup:
+        assert lr_at(high, CONFIG) <= lr_at(low, CONFIG)
+    if high < CONFIG.warmup:
+        assert lr_at(high, CONFIG) >= lr_at(low, CONFIG)
+
+
+def test_without_warm_up_the_first_rate_is_the_peak():
+    assert lr_at(0.0, OptimConfig(lr=2.0, warmup=0.0)) == 2.0
+    assert lr_at(1.0, OptimConfig(lr=2.0)) == 0.0
+
+
+def test_only_matrices_are_decayed():
+    drafter = Drafter(drafter_config(attention_bias=True))
+    optimizer = build_optimizer(drafter, OptimConfig(weight_decay=0.3))
+    decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decay) == len(list(drafter.parameters()))
+    for name, parameter in drafter.named_parameters():
+        matrix = name.endswith("weight") and "norm" not in name
+        assert decay[parameter] == (0.3 if matrix else 0.0), name
+
+
+def test_frozen_parameters_are_left_out():
+    drafter = Drafter(drafter_config())
+    drafter.norm.weight.requires_grad_(False)
+    groups = build_optimizer(drafter, OptimConfig()).param_groups
+    assert all(p is not drafter.norm.weight for group in groups for p in group["params"])
+
+
+def test_the_rate_of_a_step_is_the_one_that_was_set():
+    module = torch.nn.Linear(2, 1, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = build_optimizer(module, OptimConfig(lr=1.0, weight_decay=0.0))
+    for lr in (0.0, 0.5):
+        set_lr(optimizer, lr)
+        optimizer.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        # Adam's first steps along a constant gradient are as long as the rate
+        torch.testing.assert_close(module.weight.detach(), before - lr)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"lr": 0.0}, "--lr 0.0 must be positive"),
+        ({"lr": float("nan")}, "--lr nan must be positive"),
+        ({"warmup": 1.0}, "--warmup 1.0 is a share of the run"),
+        ({"warmup": -0.1}, "--warmup -0.1 is a share"),
+        ({"clip": 0.0}, "--clip 0.0 must be positive"),
+    ],
+)
+def test_settings_that_cannot_train_are_refused(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        OptimConfig(**settings)
