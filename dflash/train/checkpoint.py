@@ -2,7 +2,7 @@
 
     config.json, model.safetensors    the drafter in bf16, in the layout that servers load
     trainer.safetensors               float32 master weights and optimizer moments
-    trainer.json                      step, sampler position, settings, and a digest of each file above
+    trainer.json                      step, sampler position, settings, digests of each file and of itself
 
 A checkpoint is written into a hidden folder, flushed, and renamed, so that it is whole or absent. The newest
 one is found by what is whole, not by its name.
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.errors import CheckpointError
-from dflash.files import digest_file, fsync_path, json_bytes
+from dflash.files import digest_file, digest_json, fsync_path, json_bytes
 from dflash.pretrained import CONFIG_NAME, WEIGHTS_NAME, write_drafter
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def save_checkpoint(
     try:
         write_drafter(drafter, tmp)
         save_file(_tensors(drafter, optimizer), tmp / TENSORS_NAME)
-        files = {name: digest_file(tmp / name) for name in _DIGESTED}
-        (tmp / STATE_NAME).write_bytes(json_bytes({**vars(state), "files": files}))
+        _write_state(tmp, state)
         for path in (*tmp.iterdir(), tmp):
             fsync_path(path)
         shutil.rmtree(final, ignore_errors=True)
@@ -89,6 +88,12 @@ def save_checkpoint(
     for path in (*found[:here], *found[here + keep :]):
         shutil.rmtree(path, ignore_errors=True)
     return final
+
+
+def _write_state(folder: Path, state: TrainState) -> None:
+    files = {name: digest_file(folder / name) for name in _DIGESTED}
+    value = json.loads(json_bytes({**vars(state), "files": files}))
+    (folder / STATE_NAME).write_bytes(json_bytes({**value, "digest": digest_json(value)}))
 
 
 def _tensors(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -124,9 +129,11 @@ def latest_checkpoint(run: Path) -> Path | None:
 def is_whole(checkpoint: Path) -> bool:
     """Whether every file of a checkpoint has the bytes that were written."""
     try:
-        files = json.loads((checkpoint / STATE_NAME).read_bytes())["files"]
-        return all(digest_file(checkpoint / name) == files[name] for name in _DIGESTED)
-    except (OSError, ValueError, KeyError, TypeError):
+        state = json.loads((checkpoint / STATE_NAME).read_bytes())
+        if state.pop("digest") != digest_json(state):
+            return False
+        return all(digest_file(checkpoint / name) == state["files"][name] for name in _DIGESTED)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

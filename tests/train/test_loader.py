@@ -1,0 +1,108 @@
+"""The loader hands each rank its part of every step, ahead of time, and fails where the trainer sees it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from support import MASK, write_cache
+from tiny_runs import LENGTHS
+
+from dflash.cache.reader import CacheReader
+from dflash.errors import CacheCorrupt
+from dflash.train.batches import AnchorConfig, BlockShape, documents, pack
+from dflash.train.loader import STEPS_AHEAD, BlockPlan, StepLoader, on_device
+from dflash.train.sampler import Corpus, Sampler, SamplerConfig, batches_for
+from dflash.world import World
+
+CPU = torch.device("cpu")
+ALONE = World()
+PLAN = BlockPlan(AnchorConfig(64, 0.5, seed=4), BlockShape(4, MASK))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return write_cache(tmp_path_factory.mktemp("loader") / "cache", LENGTHS)
+
+
+@pytest.fixture
+def reader(cache):
+    with CacheReader(cache) as reader:
+        yield reader
+
+
+def make_sampler(reader: CacheReader, epochs: int | None = 2, state=None) -> Sampler:
+    index, edges = reader.index, reader.manifest.identity.bucket_edges
+    config = SamplerConfig(tokens_per_batch=64, batches_per_step=4, min_ready=1, max_ready=8)
+    corpus = Corpus(index.lengths, index.buckets, edges, index.digest())
+    return Sampler(corpus, config, epochs=epochs, state=state)
+
+
+def load(reader: CacheReader, world: World = ALONE, **settings):
+    with StepLoader(reader, make_sampler(reader, **settings), PLAN, world, CPU) as loader:
+        return list(loader)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_divide_every_step_of_the_sampler_among_them(reader, size):
+    steps = list(make_sampler(reader))
+    by_rank = [load(reader, World(rank, size)) for rank in range(size)]
+    assert [len(loaded) for loaded in by_rank] == [len(steps)] * size
+    for rank, loaded_steps in enumerate(by_rank):
+        for step, loaded in zip(steps, loaded_steps, strict=True):
+            assert len(loaded.batches) == 4 // size
+            for slot, batch in zip(batches_for(step, World(rank, size)), loaded.batches, strict=True):
+                rows = [draw.row for draw in slot.draws]
+                docs = documents(
+                    reader.read(rows),
+                    [draw.epoch for draw in slot.draws],
+                    reader.index.buckets[rows].tolist(),
+                    PLAN.anchors,
+                )
+                expected = pack(docs, PLAN.shape)
+                assert batch.samples == expected.samples
+                for name in ("features", "block_ids", "labels", "counted", "block_positions", "buckets"):
+                    assert torch.equal(getattr(batch, name), getattr(expected, name))
+
+
+def test_every_rank_knows_what_the_whole_step_drew(reader):
+    totals = [sum(loaded.draws.sum(0) for loaded in load(reader, World(rank, 2))) for rank in range(2)]
+    index = reader.index
+    expected = [2 * int(index.lengths[index.buckets == bucket].sum()) for bucket in range(3)]
+    assert totals[0].tolist() == totals[1].tolist() == expected
+
+
+def test_going_on_from_the_state_of_a_step_gives_the_steps_behind_it(reader):
+    whole = load(reader)
+    rest = load(reader, state=whole[1].state)
+    assert [b.samples for s in rest for b in s.batches] == [b.samples for s in whole[2:] for b in s.batches]
+    for ours, expected in zip(rest, whole[2:], strict=True):
+        assert ours.state == expected.state
+        assert np.array_equal(ours.draws, expected.draws)
+
+
+def test_leaving_early_ends_the_thread_and_reads_no_further_than_a_few_steps_ahead(reader):
+    sampler = make_sampler(reader, epochs=None)
+    with StepLoader(reader, sampler, PLAN, World(), CPU) as loader:
+        next(iter(loader))
+    assert "step-loader" not in {thread.name for thread in threading.enumerate()}
+    assert sampler.state()["steps"] <= 1 + STEPS_AHEAD + 2
+    assert loader.waited > 0
+
+
+def test_a_damaged_sample_fails_in_the_trainers_thread(tmp_path):
+    cache = write_cache(tmp_path / "cache", LENGTHS)
+    shard = next((cache / "shards").glob("*/*"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with CacheReader(cache) as reader, pytest.raises(CacheCorrupt, match=str(shard)):
+        load(reader)
+    assert "step-loader" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_batches_stay_in_order_on_the_cpu(reader):
+    batches = load(reader)[0].batches
+    assert [id(batch) for batch in on_device(batches, CPU)] == [id(batch) for batch in batches]

@@ -1,0 +1,79 @@
+"""Training runs that take a second, and several ranks of one on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch import distributed as torch_dist
+
+from dflash.train.batches import AnchorConfig
+from dflash.train.checkpoint import TENSORS_NAME
+from dflash.train.network import NetworkConfig
+from dflash.train.objective import ObjectiveConfig
+from dflash.train.optim import OptimConfig
+from dflash.train.sampler import SamplerConfig
+from dflash.train.trainer import TrainConfig
+
+LENGTHS = [20, 40, 60, 10, 30, 12, 50, 8, 33, 21]
+
+
+def tiny_config(cache: Path, out: Path, **changes: Any) -> TrainConfig:
+    """Blocks of 4, 2 layers, micro-batches of 64 tokens, 2 a step; 8 steps unless told otherwise."""
+    parts: dict[str, Any] = {
+        "network": NetworkConfig(2, 4),
+        "anchors": AnchorConfig(64, 0.5),
+        "objective": ObjectiveConfig(4),
+        "sampler": SamplerConfig(tokens_per_batch=64, batches_per_step=2, min_ready=1, max_ready=4),
+        "optim": OptimConfig(lr=1e-3),
+        "epochs": None,
+        "max_steps": 8,
+    }
+    return TrainConfig(cache, out, **(parts | changes))
+
+
+def trained(checkpoint: Path) -> dict[str, Tensor]:
+    """Master weights and optimizer state of a checkpoint."""
+    return load_file(checkpoint / TENSORS_NAME)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Whether all tensors are equal, bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _rank(rank: int, size: int, folder: Path, work: Callable[..., dict[str, Tensor]], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = torch_dist.FileStore(str(folder / "store"), size)
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    save_file(work(rank, size, *arguments), folder / f"rank-{rank}.safetensors")
+    torch_dist.destroy_process_group()
+
+
+def run_ranks(
+    folder: Path, size: int, work: Callable[..., dict[str, Tensor]], *arguments: Any
+) -> list[dict[str, Tensor]]:
+    """What `work(rank, size, *arguments)` returns on each of `size` forked processes joined by gloo.
+
+    A rank that hangs is ended and fails the test.
+    """
+    folder.mkdir()
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_rank, args=(rank, size, folder, work, arguments)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=60)
+    alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for process in ranks:
+        process.kill()
+    assert not alive, f"ranks {alive} hang"
+    assert [process.exitcode for process in ranks] == [0] * size
+    return [load_file(folder / f"rank-{rank}.safetensors") for rank in range(size)]
