@@ -87,6 +87,15 @@ def test_a_drafter_that_is_sometimes_right_changes_the_passes_and_not_the_output
     assert max(taus) > 1.5
 
 
+def test_a_drafter_that_has_learnt_an_answer_drafts_it_whole(target, prompts):
+    prompt = prompts[2]
+    drafter = overfitted(target, drafter_config(), [answered(target, prompt, 17)], steps=150)
+    result = generate(target, drafter, prompt, DecodeConfig(17, measure_anchors=True))
+    assert result.tokens == plain(target, prompt, 17)
+    assert result.accepted == [4] * 4
+    assert result.anchor_accepted == [4] * 13 + [3, 2, 1]
+
+
 @pytest.mark.parametrize("block_size", [2, 4, 8])
 def test_perfect_drafts_are_accepted_whole(target, prompts, monkeypatch, block_size):
     tokens = 1 + 3 * block_size

@@ -121,7 +121,7 @@ class TrainResult:
     """Mean loss of the last tenth of the steps of this start."""
     checkpoint: Path
     stopped: str | None
-    """Name of the signal that ended the run early, if one did."""
+    """The signal that ended the run early, if one did."""
     mix: dict[str, Any]
     """Length mix of what was consumed, against its quota."""
 
@@ -147,11 +147,12 @@ def train(config: TrainConfig, world: World) -> TrainResult:
             StepLoader(run.reader, run.sampler, run.blocks, world, run.device) as loader,
             run.progress() as bar,
         ):
-            started = time.perf_counter()
+            started, stopped = time.perf_counter(), None
             for loaded in run.remaining(loader):
                 run.step(loaded)
                 bar.advance(run.log.last_tokens, run.log.summary(loader.waited))
                 if run.agree(stop.name is not None):
+                    stopped = stop.name or "a signal to another rank"
                     break
                 if run.done % config.save_every == 0:
                     run.save()
@@ -161,7 +162,7 @@ def train(config: TrainConfig, world: World) -> TrainResult:
             seconds=time.perf_counter() - started,
             loss=run.log.final_loss(),
             checkpoint=run.save(),
-            stopped=stop.name,
+            stopped=stopped,
             mix=run.log.mix(),
         )
 
@@ -187,7 +188,7 @@ class _Run:
         loss = DraftingLoss(self.drafter, head, config.objective, len(identity.bucket_edges))
         self.module: nn.Module = loss
         if world.size > 1:
-            self.module = DistributedDataParallel(loss, broadcast_buffers=False, gradient_as_bucket_view=True)
+            self.module = DistributedDataParallel(loss, gradient_as_bucket_view=True)
         self.optimizer = build_optimizer(self.drafter, config.optim)
         self.corpus = Corpus(
             reader.index.lengths, reader.index.buckets, identity.bucket_edges, reader.index.digest()
