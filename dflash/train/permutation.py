@@ -18,6 +18,7 @@ ROUNDS = 8
 _WORD = (1 << 64) - 1
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # those of splitmix64
 _HALF = np.uint64(32)
+_FEW = 12  # up to here Python is faster than numpy
 
 
 def derive_key(*parts: str | int) -> bytes:
@@ -40,7 +41,9 @@ class Permutation:
         left = isqrt(size - 1) + 1 if size > 1 else 1
         # Even rounds change the left half, odd rounds the right one.
         self._halves = (left, -(-size // left))
-        self._round_keys = [_round_key(key, number) for number in range(ROUNDS)]
+        # One digest of 64 bytes holds all eight round keys.
+        words = hashlib.blake2b(key, digest_size=8 * ROUNDS).digest()
+        self._round_keys = [int.from_bytes(words[at : at + 8], "little") for at in range(0, len(words), 8)]
 
     def __getitem__(self, index: int) -> int:
         """The value at one position, in constant time; `index` must be in `range(size)`."""
@@ -51,6 +54,8 @@ class Permutation:
 
     def slice(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The values at positions `start` to `stop - 1`, int64 `[stop - start]`, as one by one."""
+        if stop - start < _FEW:  # a bucket of three samples is passed through again and again
+            return np.array([self[index] for index in range(start, stop)], np.int64)
         values = self._once_vector(np.arange(start, stop, dtype=np.uint64))
         while (outside := np.flatnonzero(values >= self.size)).size:
             values[outside] = self._once_vector(values[outside])
@@ -80,7 +85,3 @@ class Permutation:
             halves[side] = moved - sizes[side] * (moved >= sizes[side])
         joined: npt.NDArray[np.uint64] = halves[0] * sizes[1] + halves[1]
         return joined
-
-
-def _round_key(key: bytes, number: int) -> int:
-    return int.from_bytes(hashlib.blake2b(bytes([number]), key=key, digest_size=8).digest(), "little")

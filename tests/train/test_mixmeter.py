@@ -18,7 +18,7 @@ def by_hand(draws: list[list[int]], quota: np.ndarray, window: int) -> list[floa
     return [float(np.abs(total / total.sum() - quota).sum() / 2) for total in sums]
 
 
-@quick_and_long(50, 3000)
+@quick_and_long(50, 800)
 def test_variation_is_that_of_every_window(examples: int) -> None:
     draws = st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any), min_size=1, max_size=25)
 

@@ -13,7 +13,7 @@ PACKINGS = st.builds(
 )
 
 
-@quick_and_long(150, 10_000)
+@quick_and_long(150, 2000)
 def test_a_dealt_step_is_a_prefix_within_the_budget(examples: int) -> None:
     @for_all(examples, LENGTHS, PACKINGS)
     def check(lengths: list[int], packing: Packing) -> None:

@@ -23,7 +23,7 @@ def pools_of(corpus: Corpus) -> dict[int, BucketPool]:
     }
 
 
-@quick_and_long(60, 3000)
+@quick_and_long(60, 800)
 def test_no_bucket_is_a_whole_draw_from_its_quota(examples: int) -> None:
     """Tijdeman: |n_b - p_b t| <= 1 - 1/(2K - 2) after every draw t, in integers."""
 
@@ -36,7 +36,7 @@ def test_no_bucket_is_a_whole_draw_from_its_quota(examples: int) -> None:
                 assert abs(count * total - weight * drawn) * parts <= (parts - 1) * total
 
 
-@quick_and_long(40, 2000)
+@quick_and_long(40, 500)
 def test_no_bucket_waits_longer_than_two_over_its_share(examples: int) -> None:
     @for_all(examples, WEIGHTS, st.integers(1, 1500))
     def check(weights: list[int], draws: int) -> None:
@@ -48,7 +48,7 @@ def test_no_bucket_waits_longer_than_two_over_its_share(examples: int) -> None:
             assert all(age * weight <= 2 * total for age, weight in zip(ages, weights, strict=True))
 
 
-@quick_and_long(40, 1000)
+@quick_and_long(40, 250)
 def test_a_whole_round_gives_every_bucket_exactly_its_weight(examples: int) -> None:
     @for_all(examples, st.lists(st.integers(1, 60), min_size=1, max_size=12))
     def check(weights: list[int]) -> None:
@@ -66,7 +66,7 @@ def test_a_resumed_sequence_continues_the_same() -> None:
     assert [resumed.pick() for _ in range(100)] == [whole.pick() for _ in range(100)]
 
 
-@quick_and_long(60, 3000)
+@quick_and_long(60, 800)
 def test_tokens_never_stray_from_the_natural_mix_by_more_than_the_longest_sample(examples: int) -> None:
     """WF2Q over two epochs: after every sample the bound holds, and each epoch holds every sample once."""
 
@@ -80,7 +80,7 @@ def test_tokens_never_stray_from_the_natural_mix_by_more_than_the_longest_sample
             assert sorted(drawn) == [(row, epoch) for row in range(len(corpus))]
 
 
-@quick_and_long(40, 2000)
+@quick_and_long(40, 500)
 def test_tokens_never_stray_from_any_other_mix_either(examples: int) -> None:
     """The same bound for shares down to 1e-4, while small buckets are passed through again and again."""
 

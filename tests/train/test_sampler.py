@@ -47,7 +47,7 @@ def variation(tokens: np.ndarray, quota: tuple[float, ...], window: int) -> np.n
 
 
 @pytest.mark.parametrize(("policy", "compose"), COMBINATIONS)
-@quick_and_long(20, 1000)
+@quick_and_long(20, 250)
 def test_two_epochs_hold_every_sample_twice_and_the_first_comes_first(
     examples: int, policy: str, compose: str
 ) -> None:
@@ -70,7 +70,7 @@ def test_two_epochs_hold_every_sample_twice_and_the_first_comes_first(
 
 
 @pytest.mark.parametrize(("policy", "compose"), COMBINATIONS)
-@quick_and_long(25, 1500)
+@quick_and_long(25, 300)
 def test_a_stream_cut_anywhere_and_resumed_is_the_same_stream(
     examples: int, policy: str, compose: str
 ) -> None:
@@ -126,7 +126,7 @@ def test_every_world_size_consumes_the_same_stream(policy: str, compose: str, sl
         assert stream_digest(merged) == stream_digest(plan)
 
 
-@quick_and_long(25, 1500)
+@quick_and_long(25, 300)
 def test_bucketed_draws_keep_to_the_quota_through_the_end_of_every_epoch(examples: int) -> None:
     """Tijdeman's bound on the real stream: |n_b - p_b t| <= 1 - 1/(2K - 2), with p_b counted afterwards."""
 
@@ -147,7 +147,7 @@ def test_bucketed_draws_keep_to_the_quota_through_the_end_of_every_epoch(example
                     assert abs(counts[other] * len(drawn) - total * made) * parts <= (parts - 1) * len(drawn)
 
 
-@quick_and_long(25, 1500)
+@quick_and_long(25, 300)
 def test_a_mixed_step_is_the_next_part_of_the_sequence(examples: int) -> None:
     """Whatever the size of the steps, the samples come in the same order: what is put back comes first."""
 
@@ -262,7 +262,7 @@ def test_the_order_depends_on_seed_and_digest_but_never_on_the_platform() -> Non
     assert digest(corpus, replace(small, compose="bucketed")).startswith(BUCKETED)
 
 
-MIXED, BUCKETED = "5d20f99cd1cdf0f1", "e438f4c72c009ba2"
+MIXED, BUCKETED = "4be3140bb052f1b6", "7ac1fc6072246815"
 
 
 def test_epochs_differ_in_their_order() -> None:

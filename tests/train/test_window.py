@@ -49,7 +49,7 @@ def test_bucketed_fifo_draws_micro_batches_in_the_order_they_were_filled() -> No
     assert first_of_next == sorted(first_of_next)
 
 
-@quick_and_long(40, 2000)
+@quick_and_long(40, 500)
 def test_shuffle_never_draws_beyond_what_its_window_holds(examples: int) -> None:
     """What arrived and what was drawn differ by the capacity at most; with a slow source, by the gate."""
 
