@@ -66,6 +66,14 @@ def consistent(result: Generation) -> bool:
     return sum(result.accepted) == len(result.tokens) - 1 and result.target_passes == len(result.accepted) + 1
 
 
+def test_plain_decoding_is_the_greedy_search_of_transformers(target, prompts):
+    for prompt in prompts:
+        expected = target.model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=20, do_sample=False
+        )
+        assert plain(target, prompt, 20) == expected[0, len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize("block_size", [2, 3, 4, 9])
 def test_greedy_output_is_that_of_plain_decoding_for_any_drafter(target, prompts, block_size):
     drafter = random_drafter(block_size=block_size)
