@@ -1,0 +1,123 @@
+"""What the commands share: errors as one line, configuration files, option types, starting ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from dflash.errors import DflashError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+PATH = click.Path(path_type=Path)
+
+
+class UserError(click.ClickException):
+    """A `DflashError` on its way to the terminal."""
+
+    exit_code = 2
+
+
+class Group(click.Group):
+    """Turns `DflashError` into one line and exit code 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except DflashError as error:
+            raise UserError(str(error)) from error
+
+
+class IntList(click.ParamType):  # type: ignore[type-arg] # generic since click 8.5 only
+    """Comma-separated whole numbers; a list in a configuration file."""
+
+    name = "int,int,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Parse, or fail naming the value."""
+        parts = value.split(",") if isinstance(value, str) else value
+        try:
+            return tuple(int(part) for part in parts)
+        except (TypeError, ValueError):
+            self.fail(f"{value!r} is not a list of whole numbers such as 1,8,14", param, ctx)
+
+
+def _read_config(ctx: click.Context, _param: click.Parameter, value: Path | None) -> None:
+    """Take defaults from a TOML file; flags win over it. click ignores unknown keys, so they are checked."""
+    if value is None:
+        return
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        given = tomllib.loads(value.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {value}: {error}") from error
+    known = {str(param.name) for param in ctx.command.params} - {"config"}
+    values = {key.replace("-", "_"): item for key, item in given.items()}
+    for key in values.keys() - known:
+        raise UserError(
+            f"--config {value}: unknown key {key!r}; `dflash {ctx.info_name}` knows "
+            f"{', '.join(sorted(known))}"
+        )
+    ctx.default_map = values
+
+
+def config_option(command: Command) -> Command:
+    """`--config FILE.toml`, read before all other flags."""
+    return click.option(
+        "--config",
+        type=PATH,
+        is_eager=True,
+        expose_value=False,
+        callback=_read_config,
+        help="TOML file with values for these flags; flags given here win over it.",
+    )(command)
+
+
+def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Several options as one decorator, listed in help in this order."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def started_ranks(nproc: int | None) -> bool:
+    """Start one process a GPU (or `nproc`) with this command; False when this process should run it."""
+    from dflash.dist import default_nproc, launch
+    from dflash.world import launched_by_torchrun
+
+    wanted = default_nproc() if nproc is None else nproc
+    if launched_by_torchrun() or wanted == 1:
+        return False
+    launch(sys.argv[1:], wanted)
+    return True
+
+
+trust_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Let the target's own Python code run. Off by default."
+)
+nproc_option = click.option(
+    "--nproc", type=click.IntRange(min=1), help="Processes on this machine.  [default: one a GPU]"
+)
+
+pair_options = options(
+    click.option("--target", required=True, help="Folder or hub name of the target model."),
+    click.option("--drafter", required=True, type=PATH, help="Run, checkpoint, or drafter folder."),
+    click.option("--max-new-tokens", default=128, show_default=True, help="Longest answer."),
+    click.option("--temperature", default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--dtype", default="float32", show_default=True, help="float32 or bfloat16."),
+    click.option("--seed", default=0, show_default=True, help="Of sampling with a temperature."),
+    trust_option,
+)

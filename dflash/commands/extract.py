@@ -1,0 +1,66 @@
+"""`dflash extract`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from dflash.commands.common import (
+    PATH,
+    IntList,
+    config_option,
+    nproc_option,
+    options,
+    started_ranks,
+    trust_option,
+)
+
+
+@click.command()
+@options(
+    config_option,
+    click.option("--target", required=True, help="Folder or hub name of the target model."),
+    click.option(
+        "--data", required=True, multiple=True, help="Conversations: file, folder, pattern or data set."
+    ),
+    click.option("--out", required=True, type=PATH, help="Folder of the cache."),
+    click.option("--taps", type=IntList(), help="0-based target layers to tap.  [default: 5, evenly spread]"),
+    click.option("--max-length", default=3072, show_default=True, help="Tokens at which a sample is cut."),
+    click.option(
+        "--bucket-edges",
+        type=IntList(),
+        help="Upper ends of the length buckets.  [default: 256,512,1024,2048,3072 up to --max-length]",
+    ),
+    click.option(
+        "--min-supervised", default=2, show_default=True, help="Samples with fewer supervised tokens go."
+    ),
+    click.option("--tokens-per-batch", default=8192, show_default=True, help="Tokens of one forward pass."),
+    click.option(
+        "--dtype", default="bfloat16", show_default=True, help="bfloat16 or float32; compute and storage."
+    ),
+    click.option(
+        "--shard-mb", default=256, show_default=True, help="Size at which a shard is committed, MiB."
+    ),
+    nproc_option,
+    trust_option,
+)
+def extract(nproc: int | None, **flags: Any) -> None:
+    """Run the target once over a corpus and keep its hidden states in a cache.
+
+    Rerunning the same command goes on where it stopped.
+
+    \b
+    dflash extract --target Qwen/Qwen3-8B --data chats.jsonl --out cache
+    """
+    if started_ranks(nproc):
+        return
+    from dflash.extract.pipeline import ExtractConfig
+    from dflash.extract.pipeline import extract as run
+    from dflash.world import World
+
+    world = World.from_env()
+    flags["data"] = tuple(flags["data"])
+    report = run(ExtractConfig.from_flags(**flags), world)
+    if world.is_main:
+        click.echo(report.text())

@@ -1,0 +1,69 @@
+"""`dflash train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from dflash.commands.common import PATH, config_option, nproc_option, options, started_ranks
+
+
+@click.command()
+@options(
+    config_option,
+    click.option("--cache", required=True, type=PATH, help="Cache to train from."),
+    click.option("--out", required=True, type=PATH, help="Folder of the run."),
+    click.option("--block-size", default=16, show_default=True, help="Block size B, the anchor included."),
+    click.option("--layers", default=5, show_default=True, help="Draft layers."),
+    click.option("--mask-token-id", type=int, help="Unused embedding row.  [default: found at extraction]"),
+    click.option("--anchors", default=512, show_default=True, help="Most anchors of a sample in an epoch."),
+    click.option("--anchor-density", default=0.25, show_default=True, help="Anchors per supervised token."),
+    click.option("--loss", default="ce", show_default=True, help="ce: cross-entropy to the data's tokens."),
+    click.option(
+        "--gamma", type=float, help="Decay of slot weights.  [default: 7, 5, 4 for blocks of 16, 10, 8]"
+    ),
+    click.option("--sampler", default="stratified", show_default=True, help="stratified, shuffle or fifo."),
+    click.option("--compose", default="mixed", show_default=True, help="mixed or bucketed micro-batches."),
+    click.option(
+        "--min-ready", default=30, show_default=True, help="Micro-batches ready before one is drawn."
+    ),
+    click.option("--max-ready", default=90, show_default=True, help="Micro-batches ready at most."),
+    click.option(
+        "--mix", default="natural", show_default=True, help="natural, uniform, sqrt, or 256:0.2,512:0.8."
+    ),
+    click.option(
+        "--tokens-per-batch", default=16384, show_default=True, help="Most tokens of a micro-batch."
+    ),
+    click.option(
+        "--batches-per-step", default=8, show_default=True, help="Micro-batches of a step, all ranks."
+    ),
+    click.option("--epochs", type=int, help="Passes over the cache.  [default: 6, or until --max-steps]"),
+    click.option("--max-steps", type=int, help="Optimizer steps; the schedule ends there."),
+    click.option("--lr", default=6e-4, show_default=True, help="Peak learning rate."),
+    click.option("--warmup", default=0.04, show_default=True, help="Share of the run with a rising rate."),
+    click.option("--save-every", default=500, show_default=True, help="Steps between checkpoints."),
+    click.option("--keep", default=3, show_default=True, help="Checkpoints kept."),
+    click.option("--seed", default=0, show_default=True, help="Of weights, order and anchors."),
+    click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out."),
+    nproc_option,
+)
+def train(nproc: int | None, **flags: Any) -> None:
+    """Fit a drafter to a cache, without the target, as often as you like.
+
+    \b
+    dflash train --cache cache --out runs/a
+    dflash train --cache cache --out runs/b --mix sqrt --min-ready 60
+    """
+    if started_ranks(nproc):
+        return
+    from dflash.train.settings import train_config
+    from dflash.train.trainer import train as run
+    from dflash.world import World
+
+    world = World.from_env()
+    result = run(train_config(**flags), world)
+    if world.is_main:
+        click.echo(result.text())
+    if result.stopped:
+        raise SystemExit(130 if result.stopped == "SIGINT" else 143)
