@@ -125,6 +125,28 @@ def test_taps_that_are_no_numbers_are_refused() -> None:
     assert "'1,x'" in result.output
 
 
+def test_a_map_of_columns_is_a_flag_or_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dflash.extract.pipeline
+
+    seen = []
+    monkeypatch.setattr(
+        dflash.extract.pipeline, "extract", lambda config, world: seen.append(config) or _Done()
+    )
+    needed = ["--target", "t", "--data", "d", "--out", str(tmp_path / "o")]
+    flags = ["--column-map", "question=prompt, answer=response", "--thinking", "strip", "--last-turn-only"]
+    assert run("extract", *needed, *flags).exit_code == 0
+    config = tmp_path / "run.toml"
+    config.write_text(
+        'thinking = "strip"\nlast-turn-only = true\n[column-map]\nquestion = "prompt"\nanswer = "response"\n'
+    )
+    assert run("extract", "--config", str(config), *needed).exit_code == 0
+    assert seen[0] == seen[1]
+    assert seen[0].corpus.column_map == (("question", "prompt"), ("answer", "response"))
+    assert (seen[0].thinking, seen[0].last_turn_only) == ("strip", True)
+    result = run("extract", *needed, "--column-map", "question")
+    assert (result.exit_code, "'question'" in result.output) == (2, True)
+
+
 def test_a_missing_target_is_one_line(tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text(

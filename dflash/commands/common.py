@@ -48,6 +48,25 @@ class IntList(click.ParamType):  # type: ignore[type-arg] # generic since click 
             self.fail(f"{value!r} is not a list of whole numbers such as 1,8,14", param, ctx)
 
 
+class NameMap(click.ParamType):  # type: ignore[type-arg] # generic since click 8.5 only
+    """Comma-separated pairs of names; a table in a configuration file."""
+
+    name = "old=new,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[str, str], ...]:
+        """Parse, or fail naming the value."""
+        if isinstance(value, dict):
+            return tuple((str(old), str(new)) for old, new in value.items())
+        if not isinstance(value, str):
+            return tuple(value)
+        pairs = [part.strip().partition("=") for part in value.split(",")]
+        if not all(old and mark and new for old, mark, new in pairs):
+            self.fail(f"{value!r} is not a list of names such as question=prompt,answer=response", param, ctx)
+        return tuple((old.strip(), new.strip()) for old, _, new in pairs)
+
+
 def _read_config(ctx: click.Context, _param: click.Parameter, value: Path | None) -> None:
     """Take defaults from a TOML file; flags win over it. click ignores unknown keys, so they are checked."""
     if value is None:

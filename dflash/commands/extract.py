@@ -9,6 +9,7 @@ import click
 from dflash.commands.common import (
     PATH,
     IntList,
+    NameMap,
     config_option,
     nproc_option,
     options,
@@ -34,6 +35,17 @@ from dflash.commands.common import (
     ),
     click.option(
         "--min-supervised", default=2, show_default=True, help="Samples with fewer supervised tokens go."
+    ),
+    click.option(
+        "--thinking",
+        type=click.Choice(["keep", "strip"]),
+        default="keep",
+        show_default=True,
+        help="The assistant's reasoning: train on it, or remove it first.",
+    ),
+    click.option("--last-turn-only", is_flag=True, help="Supervise the last assistant turn alone."),
+    click.option(
+        "--column-map", type=NameMap(), default=(), help="Take columns under the names that rows have."
     ),
     click.option("--tokens-per-batch", default=8192, show_default=True, help="Tokens of one forward pass."),
     click.option(

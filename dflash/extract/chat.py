@@ -97,10 +97,15 @@ class ChatRenderer:
         except Exception as error:  # a template is a program: it may fail in any way
             raise Unusable("template_refused") from error
 
-    def render_marked(self, conversation: Conversation, where: str) -> Rendered:
+    def render_marked(self, conversation: Conversation, where: str, *, last_only: bool = False) -> Rendered:
         """Text of a conversation and the spans that its assistant wrote.
 
         A first turn by the assistant answers nothing that a template could render, and is left unmarked.
+
+        Args:
+            conversation: The turns.
+            where: What errors call it.
+            last_only: Mark the last assistant turn alone.
 
         Raises:
             CorpusError: the spans cannot be told exactly; names the turn.
@@ -115,10 +120,11 @@ class ChatRenderer:
         else:
             whole = self.render(messages, tools)
             finder = _TurnFinder(self, conversation, whole, where)
-            spans = tuple(self._trim(whole, finder.span(turn)) for turn in turns)
-            rendered = Rendered(whole, spans)
+            marked = turns[-1:] if last_only else turns
+            spans = tuple(self._trim(whole, finder.span(turn)) for turn in marked)
+            rendered = self._with_thinking(conversation, Rendered(whole, spans))
         self._check_content(messages[turns[-1]], turns[-1], rendered, where)
-        return rendered
+        return Rendered(rendered.text, rendered.spans[-1:]) if last_only else rendered
 
     def last_special_end(self, text: str) -> int:
         """Where the last special token of a text ends; 0 without one."""
@@ -175,6 +181,24 @@ class ChatRenderer:
     def _trim(self, text: str, span: Span) -> Span:
         """Leave out the white space that the template writes after the end of a turn."""
         return span[0], span[0] + len(text[span[0] : span[1]].rstrip())
+
+    def _with_thinking(self, conversation: Conversation, rendered: Rendered) -> Rendered:
+        """Put back the thinking of the last turn where the template drops it from every finished turn.
+
+        DeepSeek-R1's does, though its generation prompt opens the thinking itself. What a server sees is that
+        prompt and behind it what the target wrote, so that is the text.
+        """
+        messages = conversation.messages
+        start, end = rendered.spans[-1]
+        answer, thinking = rendered.text[start:end], thinking_of(messages[-1])
+        if messages[-1]["role"] != "assistant" or not thinking or thinking in answer:
+            return rendered
+        prompt = self.render(messages[:-1], conversation.tools, generation_prompt=True)
+        opening = "<think>\n"
+        if not prompt.endswith(opening) or prompt[: -len(opening)] != rendered.text[:start]:
+            return rendered
+        text = f"{prompt}{thinking}\n</think>\n\n{answer.lstrip()}"
+        return Rendered(text, (*rendered.spans[:-1], (len(prompt), len(text))))
 
     def _check_content(self, message: Message, turn: int, rendered: Rendered, where: str) -> None:
         """Refuse a template that swallows what the last turn says: its thinking, or the tools it calls."""

@@ -48,6 +48,10 @@ class CorpusConfig:
     """Samples with fewer supervised tokens are dropped. An anchor needs two."""
     thinking: Thinking = "keep"
     """Whether the assistant's reasoning stays where the template shows it, or is removed first."""
+    last_turn_only: bool = False
+    """Whether only the last assistant turn of a conversation is supervised."""
+    column_map: tuple[tuple[str, str], ...] = ()
+    """Fields of a row that are taken under another name, as (old, new)."""
     processes: int = 0
     """Processes that tokenise; 0 chooses by the amount of data."""
     reuse: bool = True
@@ -57,7 +61,7 @@ class CorpusConfig:
         """Check the numbers.
 
         Raises:
-            ConfigError: a number is out of its range, or `thinking` is not a choice.
+            ConfigError: a number is out of its range, `thinking` is no choice, or two columns get one name.
         """
         if self.max_length < 2 or self.min_supervised < 1 or self.processes < 0:
             raise ConfigError(
@@ -65,7 +69,10 @@ class CorpusConfig:
                 f"min_supervised {self.min_supervised} at least 1, processes {self.processes} at least 0"
             )
         if self.thinking not in ("keep", "strip"):
-            raise ConfigError(f"thinking is {self.thinking!r}; choose keep or strip")
+            raise ConfigError(f"--thinking {self.thinking!r}: choose keep or strip")
+        names = [new for _, new in self.column_map]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"--column-map gives several columns the name {twice[0]!r}; give each its own")
 
     def settings(self) -> dict[str, Any]:
         """The fields that decide the tokens."""
@@ -74,6 +81,7 @@ class CorpusConfig:
             "max_length": self.max_length,
             "min_supervised": self.min_supervised,
             "thinking": self.thinking,
+            "last_turn_only": self.last_turn_only,
         }
 
 
@@ -130,6 +138,7 @@ def _key(config: CorpusConfig, sources: Sequence[Source], tokenizer: Any) -> str
             "tokenizer": tokenizer_digest(tokenizer),
             "template": template_digest(tokenizer),
             "settings": config.settings(),
+            "columns": sorted(config.column_map),
         }
     )
 
@@ -286,9 +295,9 @@ def encode_rows(rows: Sequence[Row], config: CorpusConfig, tokenizer: Any, rende
 
 
 def _prepared(row: Row, config: CorpusConfig, tokenizer: Any, renderer: ChatRenderer) -> Rendered | Tokens:
-    sample = parse_row(row, config.thinking)
+    sample = parse_row(renamed(row, config.column_map), config.thinking)
     if isinstance(sample, Conversation):
-        return renderer.render_marked(sample, row.where)
+        return renderer.render_marked(sample, row.where, last_only=config.last_turn_only)
     if isinstance(sample, PlainText):
         ids = tokenizer(sample.text, return_attention_mask=False, verbose=False)["input_ids"]
         mask = np.ones(len(ids), dtype=np.uint8)
@@ -297,6 +306,16 @@ def _prepared(row: Row, config: CorpusConfig, tokenizer: Any, renderer: ChatRend
         return Tokens(np.asarray(ids, dtype=np.int32), mask)
     _check_vocabulary(sample, row.where, tokenizer)
     return sample
+
+
+def renamed(row: Row, columns: Sequence[tuple[str, str]]) -> Row:
+    """The row with its columns renamed; a column it lacks is left to the search for a shape to report."""
+    moved = {new: row.fields[old] for old, new in columns if old in row.fields}
+    if not moved:
+        return row
+    old_names = {old for old, _ in columns}
+    kept = {name: value for name, value in row.fields.items() if name not in old_names}
+    return replace(row, fields=kept | moved)
 
 
 def _check_vocabulary(sample: Tokens, where: str, tokenizer: Any) -> None:

@@ -68,6 +68,8 @@ class ExtractConfig:
     dtype: str = "bfloat16"
     shard_bytes: int = 256 << 20
     thinking: Thinking = "keep"
+    last_turn_only: bool = False
+    column_map: tuple[tuple[str, str], ...] = ()
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -109,7 +111,14 @@ class ExtractConfig:
     @property
     def corpus(self) -> CorpusConfig:
         """How the corpus is read and cut."""
-        return CorpusConfig(self.data, self.max_length, self.min_supervised, self.thinking)
+        return CorpusConfig(
+            self.data,
+            self.max_length,
+            self.min_supervised,
+            self.thinking,
+            self.last_turn_only,
+            self.column_map,
+        )
 
 
 @dataclass(frozen=True)

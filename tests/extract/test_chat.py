@@ -141,10 +141,35 @@ def test_thinking_is_supervised_where_the_template_shows_it():
         assert text.count("hm") == 1
 
 
+@pytest.mark.parametrize("field", [False, True], ids=["in the content", "in a field"])
+def test_thinking_that_the_generation_prompt_opens_is_put_back(field):
+    """DeepSeek-R1's template cuts it from finished turns; the text is what its server saw and wrote."""
+    tokenizer = tokenizer_of(FAMILIES["deepseek-r1"])
+    turns = dialogue("hi", "hello", "and?", "yes" if field else "<think>\nhm\n</think>\n\nyes")
+    if field:
+        turns[-1]["reasoning_content"] = "hm"
+    ids, mask, text = mark(tokenizer, turns)
+    end = FAMILIES["deepseek-r1"].end
+    assert supervised_text(tokenizer, ids, mask) == [f"hello{end}", f"hm\n</think>\n\nyes{end}"]
+    prompt = ChatRenderer(tokenizer).render(turns[:-1], generation_prompt=True)
+    assert text == f"{prompt}hm\n</think>\n\nyes{end}"
+
+
 def test_thinking_that_the_template_swallows_is_refused():
-    """DeepSeek-R1's template cuts it from finished turns: training on that must be asked for."""
+    """Where nothing says how the target opens it, training without it must be asked for."""
+    family = FAMILIES["deepseek-r1"]
+    silent = build_tokenizer(family._replace(template=family.template.replace("<think>\n", "")))
     with pytest.raises(CorpusError, match=r"row, turn 1: .*leaves out the thinking.*strip"):
-        mark(tokenizer_of(FAMILIES["deepseek-r1"]), dialogue("hi", "<think>\nhm\n</think>\n\nhello"))
+        mark(silent, dialogue("hi", "<think>\nhm\n</think>\n\nhello"))
+
+
+@families
+def test_the_last_turn_alone_can_be_marked(name):
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(family)
+    renderer, row = ChatRenderer(tokenizer), Conversation(tuple(dialogue("hi", "hello", "and?", "yes")))
+    every, last = (renderer.render_marked(row, "row", last_only=only) for only in (False, True))
+    assert (last.text, last.spans) == (every.text, every.spans[-1:])
 
 
 def test_a_template_without_exact_turns_is_refused_naming_the_turn():

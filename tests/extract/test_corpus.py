@@ -256,5 +256,26 @@ def test_thinking_can_be_stripped(tmp_path):
     assert supervised_text(tokenizer, corpus.tokens, corpus.mask) == ["hello<｜end▁of▁sentence｜>"]  # noqa: RUF001
 
 
+def test_columns_are_taken_under_other_names(tmp_path, tokenizer):
+    plain = [{"prompt": f"q {n}", "response": f"a {n}"} for n in range(3)]
+    other = [{"question": row["prompt"], "reply": row["response"], "prompt": None} for row in plain]
+    expected = load(write_jsonl(tmp_path / "a.jsonl", *plain), tokenizer)
+    data = write_jsonl(tmp_path / "b.jsonl", *other)
+    mapped = load(data, tokenizer, column_map=(("question", "prompt"), ("reply", "response")))
+    assert same(mapped, expected)
+    with pytest.raises(CorpusError, match="found prompt, question, reply; a row needs one of"):
+        load(data, tokenizer)
+    with pytest.raises(ConfigError, match="several columns the name 'prompt'"):
+        CorpusConfig(("a",), column_map=(("question", "prompt"), ("reply", "prompt")))
+
+
+def test_only_the_last_turn_is_supervised_on_request(tmp_path, tokenizer):
+    data = write_jsonl(tmp_path / "a.jsonl", {"messages": dialogue("hi", "hello", "and?", "yes")})
+    every, last = load(data, tokenizer), load(data, tokenizer, last_turn_only=True)
+    assert supervised_text(tokenizer, last.tokens, last.mask) == ["yes<|im_end|>"]
+    assert every.tokens.tolist() == last.tokens.tolist()
+    assert every.digest != last.digest
+
+
 def test_config_is_plain_data():
     assert json.loads(json.dumps(CorpusConfig(("a",)).settings()))["min_supervised"] == 2
