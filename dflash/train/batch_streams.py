@@ -31,6 +31,7 @@ class QuotaBatches:
     With `shares` None (the natural mix), bucket b is owed M_b of an epoch's draws, M_b being the number of
     micro-batches that its samples fill, and the epoch ends with every bucket used up. Otherwise it is owed a
     share of the tokens; its share of the draws follows from its average micro-batch in the first pass.
+    Micro-batches of a pass are about equally full: the limit is lowered as far as their number allows.
 
     Args:
         pools: The buckets that are drawn from.
@@ -49,24 +50,34 @@ class QuotaBatches:
         state: StreamState | None,
     ) -> None:
         self._pools, self._tokens, self._shares, self._budget = pools, tokens, shares, budget
-        # Counting an epoch's micro-batches looks at every sample, so a resume takes the numbers as saved.
-        self._batches: list[int] = self._count() if state is None else list(state["batches"])
+        # Planning a pass looks at every sample of it, so a resume takes the numbers as saved.
+        saved = self._plan() if state is None else (list(state["batches"]), list(state["limits"]))
+        self._batches, self._limits = saved
         self._chairman = Chairman(self._weights(), None if state is None else state["counts"])
 
     def take(self) -> tuple[list[Draw], int]:
         """The next micro-batch and its tokens."""
         if self._shares is None and self._chairman.counts == self._batches:
-            self._batches = self._count()
+            self._batches, self._limits = self._plan()
             self._chairman = Chairman(self._weights())
-        return self._pools[self._chairman.pick()].take_batch(self._budget)
+        bucket = self._chairman.pick()
+        pool = self._pools[bucket]
+        if self._shares is not None and pool.epoch and not pool.within_pass:
+            _, self._limits[bucket] = pool.plan_pass(self._budget)
+        return pool.take_batch(self._limits[bucket])
 
     def state(self) -> StreamState:
-        """Per bucket: samples taken, draws of the epoch made, draws that the epoch (or first pass) has."""
-        positions = [pool.position for pool in self._pools]
-        return {"positions": positions, "counts": list(self._chairman.counts), "batches": list(self._batches)}
+        """Per bucket: samples taken, draws of the epoch made, draws that it (or the first pass) has, limit."""
+        return {
+            "positions": [pool.position for pool in self._pools],
+            "counts": list(self._chairman.counts),
+            "batches": list(self._batches),
+            "limits": list(self._limits),
+        }
 
-    def _count(self) -> list[int]:
-        return [pool.count_batches(self._budget) for pool in self._pools]
+    def _plan(self) -> tuple[list[int], list[int]]:
+        plans = [pool.plan_pass(self._budget) for pool in self._pools]
+        return [count for count, _ in plans], [limit for _, limit in plans]
 
     def _weights(self) -> list[int]:
         if self._shares is None:

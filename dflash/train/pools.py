@@ -13,6 +13,7 @@ from dflash.train.permutation import Permutation, derive_key
 IntArray = npt.NDArray[np.integer[Any]]
 _CHUNK = 1024
 _PLANNING_CHUNK = 1 << 16  # fits the processor's cache
+_EVEN_AT_MOST = 1 << 12  # micro-batches of a pass; among more, a single small one does not matter
 
 
 class Draw(NamedTuple):
@@ -48,6 +49,11 @@ class BucketPool:
         """The pass that the next sample belongs to."""
         return self.position // len(self._rows)
 
+    @property
+    def within_pass(self) -> bool:
+        """Whether the current pass has begun and is not used up."""
+        return self.position % len(self._rows) > 0
+
     def peek(self) -> int:
         """Tokens of the next sample."""
         if self._cursor >= len(self._chunk_rows):
@@ -73,15 +79,23 @@ class BucketPool:
             self.position += 1
         return list(map(Draw._make, zip(rows, repeat(epoch), strict=False))), total
 
-    def count_batches(self, budget: int) -> int:
-        """How many `take_batch(budget)` it takes to use up the current pass from its beginning."""
-        ends = np.cumsum(self._pass_lengths())
-        count, start, used = 0, 0, 0
-        while start < len(ends):
-            start = int(ends.searchsorted(used + budget, side="right"))
-            used = int(ends[start - 1])
-            count += 1
-        return count
+    def plan_pass(self, budget: int) -> tuple[int, int]:
+        """How the current pass divides into micro-batches of at most `budget` tokens.
+
+        Returns:
+            How many `take_batch(budget)` it takes to use up the pass from its beginning, and the smallest limit
+            with which it still takes no more of them: drawn by that one, the last is hardly smaller than the rest.
+        """
+        lengths = self._pass_lengths()
+        ends = np.cumsum(lengths)
+        count = _count_batches(ends, budget)
+        if count > _EVEN_AT_MOST:
+            return count, budget
+        low, high = max(int(lengths.max()), int(ends[-1]) // count), budget
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if _count_batches(ends, middle) == count else (middle + 1, high)
+        return count, high
 
     def _pass_lengths(self) -> npt.NDArray[np.int64]:
         order = self._permutation()
@@ -102,6 +116,16 @@ class BucketPool:
         self._chunk_rows = rows.tolist()
         self._chunk_lengths = self._lengths[rows].tolist()
         self._cursor = 0
+
+
+def _count_batches(ends: npt.NDArray[np.int64], limit: int) -> int:
+    """Micro-batches of at most `limit` tokens that a pass fills one after another; `ends` are running sums."""
+    count, start, used = 0, 0, 0
+    while start < len(ends):
+        start = int(ends.searchsorted(used + limit, side="right"))
+        used = int(ends[start - 1])
+        count += 1
+    return count
 
 
 class Arrivals:
