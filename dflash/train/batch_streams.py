@@ -51,8 +51,9 @@ class QuotaBatches:
     ) -> None:
         self._pools, self._tokens, self._shares, self._budget = pools, tokens, shares, budget
         # Planning a pass looks at every sample of it, so a resume takes the numbers as saved.
-        saved = self._plan() if state is None else (list(state["batches"]), list(state["limits"]))
-        self._batches, self._limits = saved
+        plan = self._plan() if state is None else (list(state["batches"]), list(state["limits"]))
+        self._batches: list[int] = plan[0]
+        self._limits: list[int] = plan[1]
         self._chairman = Chairman(self._weights(), None if state is None else state["counts"])
 
     def take(self) -> tuple[list[Draw], int]:
@@ -67,7 +68,7 @@ class QuotaBatches:
         return pool.take_batch(self._limits[bucket])
 
     def state(self) -> StreamState:
-        """Per bucket: samples taken, draws of the epoch made, draws that it (or the first pass) has, limit."""
+        """Per bucket: samples taken, draws made and due in the epoch (or first pass), tokens of a draw."""
         return {
             "positions": [pool.position for pool in self._pools],
             "counts": list(self._chairman.counts),

@@ -83,8 +83,8 @@ class BucketPool:
         """How the current pass divides into micro-batches of at most `budget` tokens.
 
         Returns:
-            How many `take_batch(budget)` it takes to use up the pass from its beginning, and the smallest limit
-            with which it still takes no more of them: drawn by that one, the last is hardly smaller than the rest.
+            How many `take_batch(budget)` it takes to use up the pass from its beginning, and the smallest
+            limit with which it takes no more of them: with that one, the last is hardly smaller than the rest.
         """
         lengths = self._pass_lengths()
         ends = np.cumsum(lengths)
@@ -119,7 +119,7 @@ class BucketPool:
 
 
 def _count_batches(ends: npt.NDArray[np.int64], limit: int) -> int:
-    """Micro-batches of at most `limit` tokens that a pass fills one after another; `ends` are running sums."""
+    """Micro-batches of at most `limit` tokens that a pass fills in turn; `ends` are its running sums."""
     count, start, used = 0, 0, 0
     while start < len(ends):
         start = int(ends.searchsorted(used + limit, side="right"))
