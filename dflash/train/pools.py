@@ -84,7 +84,7 @@ class BucketPool:
 
         Returns:
             How many `take_batch(budget)` it takes to use up the pass from its beginning, and the smallest
-            limit with which it takes no more of them: with that one, the last is hardly smaller than the rest.
+            limit with which it takes no more of them: then the last is hardly smaller than the rest.
         """
         lengths = self._pass_lengths()
         ends = np.cumsum(lengths)
