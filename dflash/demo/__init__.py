@@ -1,0 +1,1 @@
+"""The whole job on SmolLM2-135M-Instruct."""
