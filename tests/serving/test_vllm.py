@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 from clients import acceptance_length, decode_all, run_client
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(1800)]
 NEW_TOKENS = 64
+log = logging.getLogger("vllm")
 
 
 @pytest.fixture(scope="module")
@@ -41,5 +43,7 @@ def test_the_acceptance_length_is_ours_within_a_tenth(demo, ours, served):
     """
     assert served["num_draft_tokens"] == served["num_drafts"] * (demo.drafter.config.block_size - 1)
     theirs = 1 + served["num_accepted_tokens"] / served["num_drafts"]
-    assert theirs == pytest.approx(acceptance_length(ours), abs=0.1)
-    assert theirs > 1.1  # a drafter whose weights were not read would be accepted hardly ever
+    own = acceptance_length(ours)
+    log.info("acceptance length on %d prompts: vLLM %.3f, ours %.3f", len(ours), theirs, own)
+    assert theirs == pytest.approx(own, abs=0.1)
+    assert theirs > 1.2  # a server that had lost the weights would hardly ever accept

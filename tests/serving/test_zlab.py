@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from dflash.pretrained import write_drafter
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 CYCLES = (7, 1, 4, 6)
 """Context rows that each cycle adds: a prefill, nothing accepted, a part, a whole block."""
+NEW_TOKENS = 40
+log = logging.getLogger("z-lab")
 NETWORKS = {
     "plain": {},
     "biased": {"attention_bias": True, "rope_theta": 1e6, "block_size": 8},
@@ -68,7 +71,8 @@ def test_the_same_forward_pass_on_random_weights(target_folder, tmp_path, networ
             "its cache": (hidden - theirs[f"cached.{cycle}"]).abs().max(),
             "our cache": (logits - theirs[f"logits.{cycle}"]).abs().max(),
         }
-        assert max(differences.values()) < 1e-5, differences
+        log.info("cycle %d, largest differences: %s", cycle, {k: f"{v:.1e}" for k, v in differences.items()})
+        assert max(differences.values()) < 1e-5
 
 
 def whole_forward(drafter, at_work, features, anchor):
@@ -97,7 +101,9 @@ def tiny(target_folder, tmp_path_factory):
 @pytest.fixture(params=["tiny", "demo"])
 def pair(request):
     """Folders of target and drafter, both opened here, and prompts."""
-    return request.getfixturevalue(request.param)
+    *opened, prompts = request.getfixturevalue(request.param)
+    # The demo's take seconds each: some of every kind will do.
+    return *opened, prompts if request.param == "tiny" else prompts[::3]
 
 
 def test_the_same_drafts_for_the_same_context(pair, tmp_path):
@@ -128,16 +134,34 @@ def our_drafts(target, drafter, ids, places):
     return drafts
 
 
-def test_its_decoding_loop_gives_our_tokens_in_as_many_passes(pair, tmp_path):
+def test_its_decoding_loop_gives_our_tokens_in_our_steps(pair, tmp_path):
+    """The same text, and as many tokens accepted in each cycle that has room for a whole block.
+
+    Where less is left, z-lab's loop gives the drafter a shorter block than it was trained on; we and the servers
+    do not, so the drafts differ there.
+    """
     target_folder, drafter_folder, target, drafter, prompts = pair
-    ours = decode_all(target, drafter, prompts, 48)
+    ours = decode_all(target, drafter, prompts, NEW_TOKENS)
     job = {
         "target": str(target_folder),
         "drafter": str(drafter_folder),
         "prompts": prompts,
-        "max_new_tokens": 48,
+        "max_new_tokens": NEW_TOKENS,
         "stop_tokens": sorted(target.stop_tokens),
     }
     theirs = json.loads(run_client("zlab", job, tmp_path, "generate").read_text())
-    assert theirs == [{"tokens": run.tokens, "passes": run.target_passes} for run in ours]
-    assert max(count for run in ours for count in run.accepted) > 1
+    size = drafter.config.block_size
+    assert [run["tokens"] for run in theirs] == [run.tokens for run in ours]
+    steps = [whole_blocks(run.accepted, size) for run in ours]
+    assert [whole_blocks(run["accepted"], size) for run in theirs] == steps
+    counts = [count for run in steps for count in run]
+    log.info("%d cycles behind %d prompts, up to %d tokens in one", len(counts), len(prompts), max(counts))
+    assert max(counts) > 1
+
+
+def whole_blocks(accepted, size):
+    """The leading cycles whose block fits before the limit."""
+    before = [
+        1 + sum(accepted[:cycle]) for cycle in range(len(accepted))
+    ]  # tokens produced, prefill's included
+    return [count for count, done in zip(accepted, before, strict=True) if done - 1 + size <= NEW_TOKENS]

@@ -2,8 +2,9 @@
 
 Usage: python vllm_client.py JOB.json
 
-The job names `target`, `drafter`, `drafts` (a block less its anchor), `prompts` (token ids), `max_new_tokens`,
-`max_model_len` and `out`. The result holds the tokens behind each prompt and vLLM's own counters of speculative decoding.
+The job names `target`, `drafter`, `drafts` (a block less its anchor), `prompts` (token ids),
+`max_new_tokens`, `max_model_len` and `out`. The result holds the tokens behind each prompt and vLLM's own
+counters of speculative decoding.
 """
 
 from __future__ import annotations

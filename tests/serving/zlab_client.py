@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +92,24 @@ def draft(job: dict[str, Any]) -> None:
 
 
 def generate(job: dict[str, Any]) -> None:
-    """Decode with z-lab's loop, counting the target's passes."""
+    """Decode with z-lab's loop, noting at which position each pass of the target starts."""
     drafter, target = load_pair(job)
-    passes = 0
-
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-
-    target.register_forward_hook(count)
+    starts: list[int] = []
+    target.register_forward_pre_hook(
+        lambda _module, _args, kwargs: starts.append(int(kwargs["position_ids"][0, 0])), with_kwargs=True
+    )
     results = []
     for prompt in job["prompts"]:
-        passes = 0
+        starts.clear()
         ids = drafter.spec_generate(target, torch.tensor([prompt]), job["max_new_tokens"], job["stop_tokens"])
-        results.append({"tokens": ids[0, len(prompt) :].tolist(), "passes": passes})
+        # The first pass is the prefill; behind the last, the next anchor would be the last token.
+        anchors = [*starts[1:], ids.shape[1] - 1]
+        results.append(
+            {
+                "tokens": ids[0, len(prompt) :].tolist(),
+                "accepted": [after - before for before, after in pairwise(anchors)],
+            }
+        )
     Path(job["out"]).write_text(json.dumps(results))
 
 
