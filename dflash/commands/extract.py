@@ -54,17 +54,27 @@ from dflash.commands.common import (
     click.option(
         "--shard-mb", default=256, show_default=True, help="Size at which a shard is committed, MiB."
     ),
+    click.option(
+        "--plan", is_flag=True, help="Say what a run would do and take, and stop; loads no weights."
+    ),
+    click.option("--probe", is_flag=True, help="With --plan: run the target for 30 s to tell the hours."),
+    click.option("--force", is_flag=True, help="Start even where the disk cannot hold the result."),
     nproc_option,
     trust_option,
 )
-def extract(nproc: int | None, **flags: Any) -> None:
+def extract(nproc: int | None, plan: bool, probe: bool, **flags: Any) -> None:
     """Run the target once over a corpus and keep its hidden states in a cache.
 
     Rerunning the same command goes on where it stopped.
 
     \b
     dflash extract --target Qwen/Qwen3-8B --data chats.jsonl --out cache
+    dflash extract --target Qwen/Qwen3-8B --data chats.jsonl --out cache --plan --probe
     """
+    flags["data"] = tuple(flags["data"])
+    if plan or probe:
+        _show_plan(flags, probe=probe)
+        return
     if started_ranks(nproc):
         return
     from dflash.extract.pipeline import ExtractConfig
@@ -72,7 +82,15 @@ def extract(nproc: int | None, **flags: Any) -> None:
     from dflash.world import World
 
     world = World.from_env()
-    flags["data"] = tuple(flags["data"])
     report = run(ExtractConfig.from_flags(**flags), world)
     if world.is_main:
         click.echo(report.text())
+
+
+def _show_plan(flags: dict[str, Any], *, probe: bool) -> None:
+    from dflash.extract.preview import PROBE_SECONDS, preview
+    from dflash.extract.settings import ExtractConfig
+
+    click.echo(
+        preview(ExtractConfig.from_flags(**flags), probe_seconds=PROBE_SECONDS if probe else 0.0).text()
+    )

@@ -10,162 +10,34 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dflash.cache.index import load_index
-from dflash.cache.manifest import TARGET_CONFIG_NAME, Identity, Manifest, create_cache, load_manifest
-from dflash.cache.writer import CacheWriter, Sample, finalize, sweep_uncommitted
+from dflash.cache.manifest import Manifest, load_manifest
+from dflash.cache.writer import CacheWriter, Sample, finalize
 from dflash.dist import barrier, device_of, process_group, sum_over_ranks
-from dflash.errors import CacheMismatch, ConfigError, CorpusError, TargetError
-from dflash.extract.chat import template_digest, tokenizer_digest
-from dflash.extract.conversation import Thinking
-from dflash.extract.corpus import CorpusConfig, load_corpus
-from dflash.extract.mask_token import find_mask_token
+from dflash.errors import CacheMismatch, TargetError
+from dflash.extract.corpus import load_corpus
 from dflash.extract.plan import Unit, batches_of, pad_share, plan_units, remaining, units_for
+from dflash.extract.prepare import prepare
+from dflash.extract.report import ExtractReport
+from dflash.extract.settings import ExtractConfig
 from dflash.extract.sink import Sink
+from dflash.extract.space import check_space
 from dflash.extract.token_store import TokenizedCorpus
-from dflash.files import publish_json
-from dflash.head import HEAD_NAME
 from dflash.progress import Progress
-from dflash.provenance import write_run_record
-from dflash.taps import check_taps, default_taps
-from dflash.target import DTYPES, TargetFacts, TruncatedTarget, inspect_target, load_head, load_tokenizer
+from dflash.target import DTYPES, TruncatedTarget, load_tokenizer
 from dflash.world import World
 
-TOKENIZER_NAME = "tokenizer"
-_DEFAULT_TAPS = 5
-_FIRST_EDGE = 256
+__all__ = ["ExtractConfig", "ExtractReport", "capture_batch", "extract"]
+
 # Units are committed as they end, never by size in the middle of a batch: see `plan`.
 _NO_LIMIT = 1 << 62
-
-
-@dataclass(frozen=True)
-class ExtractConfig:
-    """What `dflash extract` is asked to do."""
-
-    target: str
-    """Folder or hub name."""
-    data: tuple[str, ...]
-    out: Path
-    taps: tuple[int, ...] | None = None
-    """0-based layers; five evenly spread ones when None."""
-    max_length: int = 3072
-    """Tokens a sample is cut at."""
-    bucket_edges: tuple[int, ...] | None = None
-    """Ascending, the last equal to `max_length`; 256, doubled up to `max_length`, when None."""
-    min_supervised: int = 2
-    tokens_per_batch: int = 8192
-    """Tokens of one forward pass, padding included."""
-    dtype: str = "bfloat16"
-    shard_bytes: int = 256 << 20
-    thinking: Thinking = "keep"
-    last_turn_only: bool = False
-    column_map: tuple[tuple[str, str], ...] = ()
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        """Check what can be checked without the target.
-
-        Raises:
-            ConfigError: a value is out of its range; names it.
-        """
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        edges = self.edges
-        if list(edges) != sorted(set(edges)) or edges[0] < 1 or edges[-1] != self.max_length:
-            raise ConfigError(
-                f"--bucket-edges {','.join(map(str, edges))} must be ascending and end with "
-                f"--max-length {self.max_length}"
-            )
-        if self.tokens_per_batch < 1 or self.shard_bytes < 1:
-            raise ConfigError(
-                f"--tokens-per-batch {self.tokens_per_batch} and the shard size {self.shard_bytes} "
-                "must be at least 1"
-            )
-        self.corpus  # noqa: B018 - checks its own fields
-
-    @classmethod
-    def from_flags(cls, *, shard_mb: int = 256, **flags: Any) -> ExtractConfig:
-        """The configuration for command-line flags; the shard size is given in MiB."""
-        return cls(shard_bytes=shard_mb << 20, **flags)
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """The bucket edges, chosen or given."""
-        if self.bucket_edges:
-            return self.bucket_edges
-        edges = [_FIRST_EDGE]
-        while edges[-1] * 2 < self.max_length:
-            edges.append(edges[-1] * 2)
-        return (*(edge for edge in edges if edge < self.max_length), self.max_length)
-
-    @property
-    def corpus(self) -> CorpusConfig:
-        """How the corpus is read and cut."""
-        return CorpusConfig(
-            self.data,
-            self.max_length,
-            self.min_supervised,
-            self.thinking,
-            self.last_turn_only,
-            self.column_map,
-        )
-
-
-@dataclass(frozen=True)
-class ExtractReport:
-    """What the cache holds, and what this run did for it."""
-
-    cache: Path
-    samples: int
-    """In the cache."""
-    tokens: int
-    """In the cache."""
-    bytes: int
-    """Of all shards."""
-    new_tokens: int
-    """Extracted by this run, on all ranks."""
-    seconds: float
-    """Of this run, from the first batch to the last commit."""
-    pad_share: float
-    """Share of this run's computed tokens that was padding."""
-    disk_wait_share: float
-    """Share of the seconds for which the main rank's target waited for the disk."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rows left out, by reason."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Rate of this run over all ranks; 0 when it had nothing to do."""
-        return self.new_tokens / self.seconds if self.new_tokens else 0.0
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Size of the cache per token."""
-        return self.bytes / self.tokens
-
-    def text(self) -> str:
-        """The summary for the terminal."""
-        dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
-        run = (
-            f"this run: {self.new_tokens:,} tokens at {self.tokens_per_s:,.0f} tokens/s, "
-            f"{self.pad_share:.1%} padding, {self.disk_wait_share:.0%} of the time waiting for the disk"
-            if self.new_tokens
-            else "this run: nothing left to do"
-        )
-        return (
-            f"{self.cache}: {self.samples:,} samples, {self.tokens:,} tokens, {self.bytes / 1e9:,.2f} GB "
-            f"({self.bytes_per_token:,.0f} bytes/token)\n{run}\nrows left out: {dropped}"
-        )
 
 
 def extract(config: ExtractConfig, world: World) -> ExtractReport:
@@ -185,7 +57,7 @@ def extract(config: ExtractConfig, world: World) -> ExtractReport:
         tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
         if world.is_main:
             corpus = load_corpus(config.corpus, tokenizer)
-            manifest = _prepare(config, tokenizer, corpus)
+            manifest = prepare(config, tokenizer, corpus)
             barrier()
         else:
             barrier()  # the main rank has kept the tokens by now
@@ -201,65 +73,6 @@ def _check_same_corpus(corpus: TokenizedCorpus, manifest: Manifest) -> None:
             f"this rank reads another corpus ({corpus.digest}) than the main rank "
             f"({manifest.identity.corpus_digest}); give every node the same data"
         )
-
-
-def _prepare(config: ExtractConfig, tokenizer: Any, corpus: TokenizedCorpus) -> Manifest:
-    """Everything that exists once: identity, manifest, and what training needs of the target."""
-    facts = inspect_target(config.target, trust_remote_code=config.trust_remote_code)
-    if int(corpus.tokens.max()) >= facts.vocab_size:
-        raise CorpusError(
-            f"the corpus has token id {int(corpus.tokens.max())}, the target's embedding "
-            f"{facts.vocab_size} rows; the tokenizer is another model's"
-        )
-    identity = _identity(config, tokenizer, corpus, facts)
-    manifest = create_cache(config.out, Manifest(identity, len(corpus), dropped=corpus.dropped))
-    if manifest.complete:
-        return manifest
-    sweep_uncommitted(config.out)
-    write_run_record(config.out, "extract", _plain(config))
-    _save_target_parts(config, tokenizer, facts, corpus)
-    return manifest
-
-
-def _identity(config: ExtractConfig, tokenizer: Any, corpus: TokenizedCorpus, facts: TargetFacts) -> Identity:
-    taps = config.taps or default_taps(facts.num_layers, _DEFAULT_TAPS)
-    check_taps(taps, facts.num_layers)
-    return Identity(
-        target=facts.name,
-        revision=facts.revision,
-        config_digest=facts.config_digest,
-        weights_digest=facts.weights_digest,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        template_digest=template_digest(tokenizer),
-        taps=taps,
-        num_target_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        dtype=config.dtype,
-        codec="raw",
-        bucket_edges=config.edges,
-        max_length=config.max_length,
-        corpus_digest=corpus.digest,
-    )
-
-
-def _plain(config: ExtractConfig) -> dict[str, Any]:
-    return asdict(config) | {"out": str(config.out), "bucket_edges": config.edges}
-
-
-def _save_target_parts(
-    config: ExtractConfig, tokenizer: Any, facts: TargetFacts, corpus: TokenizedCorpus
-) -> None:
-    mask = find_mask_token(tokenizer, facts.config, facts.vocab_size, corpus.tokens)
-    publish_json(config.out / TARGET_CONFIG_NAME, {"config": facts.config, "mask_token_id": mask})
-    if not (config.out / TOKENIZER_NAME).is_dir():
-        part = config.out / f"{TOKENIZER_NAME}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        tokenizer.save_pretrained(part)
-        part.rename(config.out / TOKENIZER_NAME)
-    if not (config.out / HEAD_NAME).is_file():
-        head = load_head(config.target, DTYPES[config.dtype], trust_remote_code=config.trust_remote_code)
-        head.save(config.out / HEAD_NAME)
 
 
 def _run(config: ExtractConfig, world: World, corpus: TokenizedCorpus, manifest: Manifest) -> ExtractReport:
@@ -294,13 +107,9 @@ def _units(config: ExtractConfig, world: World, corpus: TokenizedCorpus, manifes
     batches = remaining(
         batches_of(corpus.lengths, corpus.ids, edges, config.tokens_per_batch), corpus.ids, committed
     )
-    needed = sum(int(corpus.lengths[batch].sum()) for batch in batches) * per_token
-    free = shutil.disk_usage(config.out).free
-    if needed > free:
-        raise ConfigError(
-            f"{config.out}: {needed / 1e9:,.1f} GB are still to be written, {free / 1e9:,.1f} GB are free; "
-            "choose another disk, fewer taps or less data"
-        )
+    check_space(
+        config.out, corpus.lengths[np.concatenate(batches)] if batches else [], per_token, force=config.force
+    )
     limit = max(config.shard_bytes // per_token, 1)
     return units_for(plan_units(batches, corpus.lengths, edges, limit, world), world)
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash.cache.manifest import load_manifest
 from dflash.cache.reader import CacheReader
 from dflash.errors import CacheError, CacheMismatch, ConfigError, CorpusError, TargetError
-from dflash.extract import pipeline
+from dflash.extract import pipeline, prepare, space
 from dflash.extract.pipeline import ExtractConfig, extract
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.world import World
@@ -205,14 +205,14 @@ def test_taps_outside_the_target_are_refused_before_anything_is_created(config):
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_target_is_loaded(config, monkeypatch):
-    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda _: pipeline.shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda _: space.shutil._ntuple_diskusage(9, 9, 0))
     with pytest.raises(ConfigError, match=r"are still to be written, 0\.0 GB are free"):
         extract(config, World())
 
 
 def test_a_tokenizer_of_another_model_is_refused(config, monkeypatch):
-    facts = pipeline.inspect_target(config.target)
-    monkeypatch.setattr(pipeline, "inspect_target", lambda *_, **__: replace(facts, vocab_size=20))
+    facts = prepare.inspect_target(config.target)
+    monkeypatch.setattr(prepare, "inspect_target", lambda *_, **__: replace(facts, vocab_size=20))
     with pytest.raises(CorpusError, match="the target's embedding 20 rows"):
         extract(config, World())
 
