@@ -17,6 +17,7 @@ from dflash.commands.common import Group
 from dflash.commands.demo import demo
 from dflash.commands.evaluate import evaluate_command, generate
 from dflash.commands.extract import extract
+from dflash.commands.sample import sample
 from dflash.commands.train import train
 
 
@@ -26,7 +27,7 @@ def cli() -> None:
     """Train DFlash drafters for speculative decoding: extract hidden states once, train many times."""
 
 
-for _command in (extract, train, evaluate_command, generate, cache, demo):
+for _command in (extract, sample, train, evaluate_command, generate, cache, demo):
     cli.add_command(_command)
 
 

@@ -1,0 +1,48 @@
+"""`dflash sample`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from dflash.commands.common import PATH, config_option, options
+
+
+@click.command()
+@click.argument("cache", type=PATH)
+@options(
+    config_option,
+    click.option(
+        "--settings",
+        multiple=True,
+        metavar="KEY=VALUE,...",
+        help="A row of the table: flags of `dflash train` about the order, and supply.  "
+        "[default: stratified mixed and bucketed, shuffle 30/90, fifo 10/60]",
+    ),
+    click.option("--ranks", default=8, show_default=True, help="Ranks that share a step."),
+    click.option("--draws", default=2000, show_default=True, help="Micro-batches to simulate."),
+    click.option(
+        "--producer",
+        default="corpus",
+        show_default=True,
+        help="Order of arrival at a live queue: corpus, longest-first, shortest-first or mixed.",
+    ),
+    click.option("--losses", type=PATH, help="A run whose loss by bucket predicts the roughness."),
+    click.option("--plot", type=PATH, help="Draw each bucket's share over time: OUT.png, .svg or .html."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+)
+def sample(*, settings: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """Show what settings of the sampler would do with a cache, from its index alone.
+
+    \b
+    dflash sample cache
+    dflash sample cache --producer longest-first --plot mix.png \\
+      --settings sampler=fifo,compose=bucketed,min-ready=10,max-ready=60 --settings compose=mixed
+    """
+    from dflash.train.preview import PreviewConfig, preview
+    from dflash.train.variants import DEFAULT_TEXTS
+
+    report = preview(PreviewConfig(settings=tuple(settings) or DEFAULT_TEXTS, **flags))
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table())

@@ -1,0 +1,154 @@
+"""What settings of the sampler would do with a cache, from its index alone: the work of `dflash sample`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+from dflash.cache.index import load_index
+from dflash.cache.manifest import Manifest, load_manifest
+from dflash.errors import CacheError, ConfigError
+from dflash.train.compare import FloatArray, MixFigures, Spread, Trace, figures, simulate
+from dflash.train.mixplot import Panel, check_plot, plot_mix
+from dflash.train.producer import arrange, recorded_speeds, thin
+from dflash.train.runs import bucket_losses
+from dflash.train.sampler import Corpus
+from dflash.train.variants import DEFAULT_TEXTS, Variant, parse_variant
+
+
+@dataclass(frozen=True)
+class PreviewConfig:
+    """What is compared, and on what."""
+
+    cache: Path
+    settings: tuple[str, ...] = DEFAULT_TEXTS
+    """Each as `parse_variant` reads it."""
+    ranks: int = 8
+    draws: int = 2000
+    """Micro-batches to simulate for each setting."""
+    producer: str = "corpus"
+    """How a live target would deliver: see `dflash.train.producer`."""
+    losses: Path | None = None
+    """A run whose loss by bucket predicts how rough the loss will be."""
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: nothing to compare, more settings than letters, no draws or ranks, or more ranks.
+        """
+        if not 1 <= len(self.settings) <= len(ascii_uppercase):
+            raise ConfigError(f"{len(self.settings)} --settings; 1 to {len(ascii_uppercase)} can be compared")
+        if not 1 <= self.ranks <= self.draws:
+            raise ConfigError(
+                f"--ranks {self.ranks} with --draws {self.draws}: every rank needs at least one draw, so "
+                "ranks must be at least 1 and at most the draws"
+            )
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The comparison."""
+
+    header: str
+    edges: tuple[int, ...]
+    rows: tuple[tuple[str, MixFigures], ...]
+    """Each setting as given, and its figures."""
+
+    def table(self) -> str:
+        """For a terminal: a row a setting."""
+        titles = ("30 draws", "90 draws", "30 steps", "1 step", "run", "oldest", "rank cost", "fill", "pad")
+        table: list[tuple[str, ...]] = [("", *titles, "tokens/step", "roughness")]
+        table += [
+            (letter, *self._cells(found))
+            for letter, (_, found) in zip(ascii_uppercase, self.rows, strict=False)
+        ]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table
+        ]
+        legend = [
+            f"{letter}  {label}" for letter, (label, _) in zip(ascii_uppercase, self.rows, strict=False)
+        ]
+        first = "total variation from the quota, mean/max, over"
+        return "\n".join([self.header, "", *legend, "", f"   {first}", *map(str.rstrip, lines)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as a JSON-ready value."""
+        rows = [{"settings": label, **found.to_json()} for label, found in self.rows]
+        return {"header": self.header, "bucket_edges": list(self.edges), "rows": rows}
+
+    def _cells(self, found: MixFigures) -> tuple[str, ...]:
+        spreads = (found.tv30_draws, found.tv90_draws, found.tv30_steps, found.tv1_step)
+        return (
+            *map(_spread, spreads),
+            str(found.longest_run),
+            f"{found.oldest_age} ({self.edges[found.oldest_bucket]})",
+            f"{found.rank_cost:.3f}",
+            f"{found.fill:.3f}",
+            f"{found.padding:.1%}",
+            f"{found.step_tokens:,.0f} ± {found.step_tokens_spread:,.0f}",
+            "" if found.roughness is None else f"{found.roughness:.4f}",
+        )
+
+
+def preview(config: PreviewConfig) -> Preview:
+    """Simulate every setting on the cache's samples, and draw the picture if one is asked for.
+
+    Raises:
+        ConfigError: a setting is wrong or does not suit the cache, or the picture cannot be written.
+        CacheError: the folder is no cache, holds no samples, or is damaged.
+    """
+    variants = [parse_variant(text) for text in config.settings]
+    if config.plot is not None:
+        check_plot(config.plot)
+    manifest = load_manifest(config.cache)
+    corpus = open_corpus(config.cache, manifest)
+    losses = None if config.losses is None else bucket_losses(config.losses, corpus.bucket_edges)
+    speeds = recorded_speeds(config.cache, corpus.bucket_edges)
+    rows, panels = [], []
+    for variant in variants:
+        wanted = thin(corpus, config.draws * variant.config.tokens_per_batch)
+        found, quota = _simulate(variant, arrange(wanted, config.producer, speeds), config)
+        rows.append((variant.label, figures(found, quota, losses)))
+        panels.append(Panel(variant.label, found.draws, quota))
+    if config.plot is not None:
+        plot_mix(config.plot, panels, corpus.bucket_edges)
+    return Preview(_header(config, manifest, corpus, speeds), corpus.bucket_edges, tuple(rows))
+
+
+def open_corpus(cache: Path, manifest: Manifest) -> Corpus:
+    """The samples of a cache as the sampler sees them; only the index is read.
+
+    Raises:
+        CacheError: the cache holds no samples yet.
+        CacheCorrupt: the index is damaged.
+    """
+    index = load_index(cache, manifest)
+    if not len(index):
+        raise CacheError(f"{cache} holds no samples yet; run `dflash extract` first")
+    return Corpus(index.lengths, index.buckets, manifest.identity.bucket_edges, index.digest())
+
+
+def _simulate(variant: Variant, corpus: Corpus, config: PreviewConfig) -> tuple[Trace, FloatArray]:
+    try:
+        return simulate(corpus, variant.config, draws=config.draws, ranks=config.ranks)
+    except ConfigError as error:
+        raise ConfigError(f"--settings {variant.label}: {error}") from error
+
+
+def _header(config: PreviewConfig, manifest: Manifest, corpus: Corpus, speeds: list[float] | None) -> str:
+    state = "" if manifest.complete else " so far (INCOMPLETE: what will come is not counted)"
+    model = "speeds as extracted" if speeds else "speeds by the cost model"
+    producer = f"{config.producer}, {model}" if config.producer == "mixed" else config.producer
+    return (
+        f"{config.cache}: {len(corpus):,} samples, {sum(corpus.tokens_by_bucket):,} tokens{state}; "
+        f"{config.draws:,} draws on {config.ranks} ranks, arrival: {producer}"
+    )
+
+
+def _spread(found: Spread | None) -> str:
+    return "-" if found is None else f"{found.mean:.4f}/{found.worst:.4f}"

@@ -1,0 +1,96 @@
+"""Finished or running trainings, read back from their folders: `run.json` and `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash.errors import ConfigError
+
+RECORD_NAME = "run.json"
+METRICS_NAME = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has recorded."""
+
+    path: Path
+    config: dict[str, Any]
+    """Resolved configuration."""
+    steps: list[dict[str, Any]]
+    """One line of figures a step, at least one."""
+
+    @property
+    def tail(self) -> list[dict[str, Any]]:
+        """The last tenth of the steps, at least one."""
+        return self.steps[-max(len(self.steps) // 10, 1) :]
+
+    def mean_by(self, name: str) -> list[float | None]:
+        """Means of a list-valued figure over the tail; None for entries that no step of it has."""
+        columns = zip(*(step[name] for step in self.tail), strict=True)
+        return [_mean([value for value in column if value is not None]) for column in columns]
+
+
+def load_run(path: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: it is no run of `dflash train`, has no steps yet, or a line cannot be read.
+    """
+    record = path / RECORD_NAME
+    try:
+        config = json.loads(record.read_bytes())["config"]
+    except OSError as error:
+        raise ConfigError(f"{path} is not a run: {record.name} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{record} is not the record of a run ({error!r})") from error
+    steps = _load_steps(path / METRICS_NAME)
+    if not isinstance(config, dict) or not steps:
+        raise ConfigError(f"{path} holds no steps of `dflash train`, so there is nothing to compare")
+    return Run(path, config, steps)
+
+
+def bucket_losses(path: Path, edges: Sequence[int]) -> list[float]:
+    """Each bucket's mean loss over the last tenth of a run, `[buckets]`; the run's mean where it saw none.
+
+    Raises:
+        ConfigError: the folder is no run, or one on a cache with other buckets.
+    """
+    run = load_run(path)
+    losses = run.mean_by("loss_by_bucket")
+    theirs = run.config.get("bucket_edges", list(edges))
+    if len(losses) != len(edges) or theirs != list(edges):
+        raise ConfigError(
+            f"--losses {path}: its buckets end at {theirs}, those of this cache at {list(edges)}; "
+            "give a run on a cache with the same buckets"
+        )
+    whole = _mean([step["loss"] for step in run.tail]) or 0.0
+    return [whole if loss is None else loss for loss in losses]
+
+
+def _load_steps(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return []
+    steps = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = json.loads(line)
+            step["step"], step["loss"], step["tokens"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break  # a run that is still going, or was killed, may have written half of its last line
+            raise ConfigError(f"{path}: line {number} is not a step's figures ({error!r})") from error
+        steps.append(step)
+    return steps
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None

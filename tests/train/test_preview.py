@@ -1,0 +1,111 @@
+"""`dflash sample`: a table and a picture of what settings would do with a cache."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner, Result
+from support import write_cache
+
+from dflash.cli import cli
+from dflash.train.runs import METRICS_NAME, RECORD_NAME
+
+LENGTHS = [20, 40, 60, 10, 30, 12, 50, 8, 33, 21] * 4
+SMALL = "tokens-per-batch=64,batches-per-step=2"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return write_cache(tmp_path_factory.mktemp("sample") / "cache", LENGTHS)
+
+
+def sample(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["sample", *map(str, arguments)])
+
+
+def small(cache, *arguments: object) -> Result:
+    settings = (f"{SMALL},compose=mixed", f"{SMALL},sampler=fifo,compose=bucketed,min-ready=2,max-ready=4")
+    flags = [word for text in settings for word in ("--settings", text)]
+    return sample(cache, *flags, "--ranks", 2, "--draws", 120, *arguments)
+
+
+def write_run(folder, losses: list[float], edges: list[int]) -> None:
+    folder.mkdir()
+    (folder / RECORD_NAME).write_text(json.dumps({"config": {"bucket_edges": edges}}))
+    line = {"step": 1, "loss": 2.0, "tokens": 5, "loss_by_bucket": losses}
+    (folder / METRICS_NAME).write_text(json.dumps(line) + "\n")
+
+
+def test_the_table_has_a_row_a_setting(cache) -> None:
+    result = small(cache, "--producer", "longest-first")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert "40 samples" in lines[0]
+    assert "longest-first" in lines[0]
+    rows = {line.split()[0]: line.split() for line in lines[-2:]}
+    assert set(rows) == {"A", "B"}
+    assert float(rows["A"][1].split("/")[0]) < float(rows["B"][1].split("/")[0])
+
+
+def test_without_settings_the_usual_ones_are_compared(cache) -> None:
+    rows = json.loads(sample(cache, "--draws", 16, "--json").output)["rows"]
+    assert (rows[0]["settings"], rows[0]["draws"]) == ("sampler=stratified,compose=mixed", 16)
+    assert len(rows) == 4
+
+
+def test_losses_by_bucket_predict_a_roughness(cache, tmp_path) -> None:
+    write_run(tmp_path / "run", [1.0, None, 3.0], [16, 32, 64])
+    mixed, queue = json.loads(small(cache, "--losses", tmp_path / "run", "--json").output)["rows"]
+    assert 0 < mixed["roughness"] < queue["roughness"]
+
+
+def test_a_run_with_other_buckets_is_refused(cache, tmp_path) -> None:
+    write_run(tmp_path / "run", [1.0, 3.0], [16, 64])
+    result = small(cache, "--losses", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "[16, 64]" in result.output
+    assert "[16, 32, 64]" in result.output
+
+
+@pytest.mark.parametrize("name", ["mix.png", "mix.svg", "mix.html"])
+def test_the_picture_is_written_in_the_format_of_its_name(cache, tmp_path, name: str) -> None:
+    assert small(cache, "--plot", tmp_path / name).exit_code == 0
+    data = (tmp_path / name).read_bytes()
+    assert data.startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype"}[name.split(".")[1]])
+    assert (b"<svg" in data) == (name != "mix.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--settings", "min-redy=3"], ["'min-redy'"]),
+        (
+            ["--settings", "tokens-per-batch=32"],
+            ["tokens-per-batch=32", "60 tokens", "--tokens-per-batch 60"],
+        ),
+        (["--ranks", "3"], ["--batches-per-step 8", "3 ranks"]),
+        (["--ranks", "9", "--draws", "8"], ["--ranks 9", "--draws 8"]),
+        (["--producer", "fastest"], ["--producer fastest"]),
+        (["--plot", "mix.pdf"], ["mix.pdf", ".png"]),
+        (["--plot", "no/such/folder.png"], ["no/such"]),
+        (["--losses", "nowhere"], ["nowhere is not a run"]),
+    ],
+)
+def test_bad_input_is_one_line(cache, arguments: list[str], words: list[str]) -> None:
+    result = sample(cache, *arguments)
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_what_is_no_cache_is_refused(tmp_path) -> None:
+    assert "is not a cache" in sample(tmp_path).stderr
+
+
+def test_a_picture_without_matplotlib_says_how_to_get_it(cache, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = small(cache, "--plot", tmp_path / "mix.png")
+    assert result.exit_code == 2
+    assert "dflash-trainer[plot]" in result.stderr
