@@ -42,7 +42,7 @@ class OptimConfig:
 
 
 def lr_at(progress: float, config: OptimConfig) -> float:
-    """Learning rate at `progress` of the run (0 at its first step, 1 behind its last).
+    """Learning rate at `progress` of the run (0 at its beginning, 1 at its end).
 
     Linear warm-up, then half a cosine from the peak to `final_lr` times the peak.
     """

@@ -42,6 +42,7 @@ from dflash.train.objective import DraftingLoss, LossSums, ObjectiveConfig
 from dflash.train.optim import OptimConfig, build_optimizer, lr_at, set_lr
 from dflash.train.record import RunLog, step_figures
 from dflash.train.sampler import Corpus, Sampler, SamplerConfig, check_world
+from dflash.train.window import window_level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,6 +198,7 @@ class _Run:
         self.sampler_state: Any = self.sampler.state()
         self.done = self.consumed = 0  # steps, tokens
         self.saved: int | None = None  # step of the newest checkpoint
+        self.mix_before: Any = None  # what earlier starts consumed
         self.log = RunLog(config.out, identity.bucket_edges, self.sampler.quota, enabled=world.is_main)
 
     @classmethod
@@ -220,8 +222,9 @@ class _Run:
             config.out.mkdir(parents=True, exist_ok=True)
             record = config.settings() | {"cache": str(config.cache), "world_size": world.size}
             record |= {"cache_digest": reader.manifest.digest(), "drafter": asdict(run.drafter.config)}
+            record |= {"bucket_edges": reader.manifest.identity.bucket_edges}
             write_run_record(config.out, "train", record)
-        run.log.start(run.done)
+        run.log.start(run.done, run.mix_before)
         return run
 
     def _restore(self, checkpoint: Path) -> None:
@@ -235,7 +238,7 @@ class _Run:
         )
         restore(checkpoint, self.drafter, self.optimizer)
         self.done = self.saved = state.step
-        self.sampler_state = state.sampler
+        self.sampler_state, self.mix_before = state.sampler, state.mix
         self.consumed = self.sampler.tokens
 
     @property
@@ -261,23 +264,26 @@ class _Run:
                 total = min(total, self.config.epochs * self.sampler.epoch_tokens)
         return Progress("train", total, done=self.consumed, enabled=self.world.is_main)
 
-    def through(self) -> float:
-        """How far the run has got, in [0, 1]: by steps or by tokens, whichever end comes first."""
-        by_steps = self.done / self.config.max_steps if self.config.max_steps else 0.0
-        by_tokens = (
-            self.consumed / (self.config.epochs * self.sampler.epoch_tokens) if self.config.epochs else 0.0
-        )
+    def through(self, tokens: int) -> float:
+        """How far the run is in the middle of a step of so many tokens, in (0, 1).
+
+        By steps or by tokens, whichever end comes first. The middle, so that the first step already learns.
+        """
+        steps, epochs = self.config.max_steps, self.config.epochs
+        by_steps = (self.done + 0.5) / steps if steps else 0.0
+        by_tokens = (self.consumed + tokens / 2) / (epochs * self.sampler.epoch_tokens) if epochs else 0.0
         return max(by_steps, by_tokens)
 
     def step(self, loaded: LoadedStep) -> None:
         """One optimizer step."""
         started = time.perf_counter()
-        lr = lr_at(self.through(), self.config.optim)
+        tokens = int(loaded.draws.sum())
+        lr = lr_at(self.through(tokens), self.config.optim)
         totals = self._backward(loaded.batches)
         weight = float(totals[1])
         grad_norm = self._update(weight, lr)
         self.done += 1
-        self.consumed += int(loaded.draws.sum())
+        self.consumed += tokens
         self.sampler_state = loaded.state
         figures = step_figures(totals, self.config.network.block_size, len(self.corpus.bucket_edges))
         if not torch.isfinite(torch.tensor([figures["loss"], grad_norm])).all():
@@ -287,7 +293,12 @@ class _Run:
                 "lower --lr, or resume from the last checkpoint"
             )
         figures |= {"step": self.done, "lr": lr, "grad_norm": grad_norm, "epoch": self._epoch()}
+        figures |= {"waited": loaded.waited, "ready_steps": loaded.ready, "window": self._window(loaded)}
         self.log.add(figures, loaded.draws, time.perf_counter() - started)
+
+    def _window(self, loaded: LoadedStep) -> float | None:
+        stream = loaded.state["stream"]
+        return window_level(stream, self.corpus.lengths, self.config.sampler.tokens_per_batch)
 
     def _epoch(self) -> float:
         return self.consumed / self.sampler.epoch_tokens
@@ -330,7 +341,8 @@ class _Run:
     def save(self) -> Path:
         """Write a checkpoint on the first rank, while the others wait, unless this step has one already."""
         if self.saved != self.done:
-            state = TrainState(self.done, self.sampler_state, self.config.settings())
+            settings, mix = self.config.settings(), self.log.mix_state()
+            state = TrainState(self.done, self.sampler_state, settings, mix)
             if self.world.is_main:
                 save_checkpoint(self.config.out, self.drafter, self.optimizer, state, keep=self.config.keep)
             barrier()

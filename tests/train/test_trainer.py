@@ -256,9 +256,9 @@ def test_each_step_is_a_line_with_its_figures(finished):
         assert line["blocks"] > 0
         assert sum(line["tokens_by_bucket"]) == line["tokens"]
     rates = [line["lr"] for line in lines]
-    assert rates[0] == 0
+    assert rates[0] > 0  # the first step learns too
     assert max(rates) <= 1e-3
-    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates == sorted(rates, reverse=True)
     assert (finished.checkpoint.parents[1] / "run.json").is_file()
 
 
