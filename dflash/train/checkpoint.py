@@ -48,6 +48,8 @@ class TrainState:
     """Position of the sampler behind the last consumed step."""
     settings: dict[str, Any]
     """Resolved settings that must not change within a run."""
+    mix: dict[str, Any] | None = None
+    """What has been counted of the length mix; None counts it from here."""
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -146,7 +148,7 @@ def load_state(checkpoint: Path) -> TrainState:
     path = checkpoint / STATE_NAME
     try:
         raw = json.loads(path.read_bytes())
-        return TrainState(raw["step"], raw["sampler"], raw["settings"])
+        return TrainState(raw["step"], raw["sampler"], raw["settings"], raw.get("mix"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a training state ({error!r})") from error
 

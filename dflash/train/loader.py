@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,6 +38,10 @@ class LoadedStep:
     """Tokens by micro-batch and bucket over all ranks, int64 `[batches_per_step, buckets]`."""
     state: SamplerState
     """The sampler's position behind this step."""
+    ready: int = 0
+    """Steps, this one included, that were packed when the trainer asked for it; 0: it had to wait."""
+    waited: float = 0.0
+    """Seconds that it waited."""
 
 
 class BlockPlan(NamedTuple):
@@ -82,14 +86,15 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[LoadedStep]:
         while True:
-            started = time.perf_counter()
+            started, ready = time.perf_counter(), self._ready.qsize()
             item = self._ready.get()
-            self.waited += time.perf_counter() - started
+            waited = time.perf_counter() - started
+            self.waited += waited
             if item is None:
                 return
             if isinstance(item, BaseException):
                 raise item
-            yield item
+            yield replace(item, ready=ready, waited=waited)
 
     def _produce(self) -> None:
         try:

@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dflash.errors import CheckpointError
+
 WINDOWS = (30, 90)
+MeterState = dict[str, Any]
+"""Numbers and lists of numbers under names, ready for JSON."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,15 @@ class MixMeter:
     Args:
         quota: Share of the tokens that each bucket is owed, `[buckets]`, summing to 1.
         windows: Numbers of draws over which the total variation is taken.
+        state: What `state()` of a meter with the same quota and windows returned, to go on from there.
+
+    Raises:
+        CheckpointError: the state is not that of such a meter.
     """
 
-    def __init__(self, quota: Sequence[float], windows: Sequence[int] = WINDOWS) -> None:
+    def __init__(
+        self, quota: Sequence[float], windows: Sequence[int] = WINDOWS, state: MeterState | None = None
+    ) -> None:
         self._quota = np.asarray(quota, np.float64)
         self._windows = tuple(windows)
         buckets = len(self._quota)
@@ -71,6 +81,8 @@ class MixMeter:
         self._worst = [0.0] * len(self._windows)
         self._last_seen = np.zeros(buckets, np.int64)
         self._run_bucket, self._run, self._longest_run = -1, 0, 0
+        if state is not None:
+            self._restore(state)
 
     def record(self, tokens: npt.ArrayLike) -> None:
         """Count one micro-batch: its tokens per bucket, `[buckets]`. An empty one is no draw."""
@@ -95,6 +107,22 @@ class MixMeter:
         np.add.at(drawn, np.asarray(buckets, np.int64), np.asarray(lengths, np.int64))
         self.record(drawn)
 
+    def recent_shares(self) -> list[float]:
+        """Each bucket's share of the tokens of the last draws, up to the shortest window; 0 before any."""
+        tokens = self._recent(min(*self._windows, self._draws))
+        return (tokens / max(int(tokens.sum()), 1)).tolist()  # type: ignore[no-any-return]
+
+    def state(self) -> MeterState:
+        """All that has been counted, ready for JSON."""
+        return {
+            "draws": self._draws,
+            "ring": self._ring.tolist(),
+            "sums": list(self._sums),
+            "worst": list(self._worst),
+            "last_seen": self._last_seen.tolist(),
+            "run": [self._run_bucket, self._run, self._longest_run],
+        }
+
     def report(self) -> MixReport:
         """The figures so far."""
         totals = self._ring[self._draws % len(self._ring)]
@@ -112,16 +140,33 @@ class MixMeter:
             hungriest_age=int(ages[hungriest]),
         )
 
+    def _restore(self, state: MeterState) -> None:
+        try:
+            ring, last_seen = np.array(state["ring"], np.int64), np.array(state["last_seen"], np.int64)
+            if (ring.shape, last_seen.shape) != (self._ring.shape, self._last_seen.shape):
+                raise ValueError(f"{ring.shape} and {last_seen.shape} figures")  # noqa: TRY301 - one reason of many
+            self._ring[:], self._last_seen[:], self._draws = ring, last_seen, int(state["draws"])
+            self._sums = [float(state["sums"][number]) for number in range(len(self._windows))]
+            self._worst = [float(state["worst"][number]) for number in range(len(self._windows))]
+            self._run_bucket, self._run, self._longest_run = map(int, state["run"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"the saved figures of the mix cannot be read ({error!r})") from error
+
     def _count_run(self, bucket: int) -> None:
         # A draw of several buckets, -1, belongs to no run.
         self._run = 0 if bucket < 0 else self._run + 1 if bucket == self._run_bucket else 1
         self._run_bucket = bucket
         self._longest_run = max(self._longest_run, self._run)
 
-    def _variation(self, window: int) -> float:
+    def _recent(self, window: int) -> npt.NDArray[np.int64]:
         size = len(self._ring)
-        oldest = self._ring[(self._draws - window) % size]
-        tokens = self._ring[self._draws % size] - oldest
+        tokens: npt.NDArray[np.int64] = (
+            self._ring[self._draws % size] - self._ring[(self._draws - window) % size]
+        )
+        return tokens
+
+    def _variation(self, window: int) -> float:
+        tokens = self._recent(window)
         return float(np.abs(tokens / tokens.sum() - self._quota).sum() / 2)
 
     def _window_report(self, number: int) -> Variation:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash.files import publish_bytes
-from dflash.train.mixmeter import MixMeter
+from dflash.train.mixmeter import MeterState, MixMeter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 METRICS_NAME = "metrics.jsonl"
+_LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def step_figures(totals: Tensor, block_size: int, buckets: int) -> dict[str, Any]:
@@ -60,6 +61,7 @@ class RunLog:
     """
 
     def __init__(self, run: Path, edges: tuple[int, ...], quota: tuple[float, ...], *, enabled: bool) -> None:
+        self._quota = quota
         self._path, self._edges, self._enabled = run / METRICS_NAME, edges, enabled
         self._meter = MixMeter(quota)
         self._losses: list[float] = []
@@ -68,8 +70,17 @@ class RunLog:
         self._step = 0
         self.last_tokens = 0
 
-    def start(self, done: int) -> None:
-        """Begin behind `done` steps: lines of steps that are repeated after a crash are cut off."""
+    def start(self, done: int, mix: MeterState | None = None) -> None:
+        """Begin behind `done` steps: lines of steps that are repeated after a crash are cut off.
+
+        Args:
+            done: Steps that the run has done.
+            mix: What `mix_state` returned behind them; without it, the mix is counted from here.
+
+        Raises:
+            CheckpointError: `mix` belongs to other buckets.
+        """
+        self._meter = MixMeter(self._quota, state=mix)
         if not self._enabled or not self._path.exists():
             return
         kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= done]
@@ -98,7 +109,10 @@ class RunLog:
         recent = slice(-10, None)
         loss, tau = np.mean(self._losses[recent]), np.mean(self._taus[recent])
         share = waited / max(time.perf_counter() - self._started, 1e-9)
-        return f"step {self._step}, loss {loss:.3f}, anchor tau {tau:.2f}, waiting for data {share:.1%}"
+        return (
+            f"step {self._step}, loss {loss:.3f}, anchor tau {tau:.2f}, {self._mix_bar()}, "
+            f"waiting for data {share:.1%}"
+        )
 
     def final_loss(self) -> float:
         """Mean loss of the last tenth of the steps, NaN without any."""
@@ -108,6 +122,17 @@ class RunLog:
     def mix(self) -> dict[str, Any]:
         """Share of each bucket against its quota, and how far recent draws were from it."""
         return self._meter.report().to_json()
+
+    def mix_state(self) -> MeterState:
+        """What has been counted of the mix, for a checkpoint."""
+        return self._meter.state()
+
+    def _mix_bar(self) -> str:
+        """A block a bucket, short to long, for the last 30 draws: half high is on quota, full is twice it."""
+        shares = self._meter.recent_shares()
+        ratios = [share / owed for share, owed in zip(shares, self._quota, strict=True) if owed]
+        bar = "".join(_LEVELS[min(round(4 * ratio), len(_LEVELS) - 1)] for ratio in ratios)
+        return f"mix {bar} {self._meter.report().variation[0].last:.1%} off"
 
 
 def _step_of(line: str) -> int:

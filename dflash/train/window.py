@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash.train.permutation import keyed_below
-from dflash.train.pools import Draw
+from dflash.train.pools import Draw, IntArray
 
 StreamState = dict[str, Any]
 """Integers and lists of integers under names, ready for JSON."""
@@ -28,6 +28,24 @@ class WindowShape:
     """The capacity, in micro-batches: nothing arrives while as many are ready."""
     supply: float | None
     """Tokens that arrive for each token drawn; None when arrival is never the slower side."""
+
+
+def window_level(stream: StreamState, lengths: IntArray, budget: int) -> float | None:
+    """How many micro-batches waited to be drawn.
+
+    Args:
+        stream: A stream's saved position.
+        lengths: Tokens of every sample of the corpus, `[N]`.
+        budget: Tokens of a micro-batch.
+
+    Returns:
+        Micro-batches, or tokens over `budget` where single samples wait; None for a stream without a queue.
+    """
+    if "ready" in stream:
+        return float(len(stream["ready"]))
+    if "window" in stream:
+        return float(lengths[[row for row, _ in stream["window"]]].sum()) / budget
+    return None
 
 
 class Supply:

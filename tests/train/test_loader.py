@@ -92,6 +92,13 @@ def test_leaving_early_ends_the_thread_and_reads_no_further_than_a_few_steps_ahe
     assert loader.waited > 0
 
 
+def test_every_step_says_whether_the_trainer_had_to_wait_for_it(reader):
+    with StepLoader(reader, make_sampler(reader), PLAN, World(), CPU) as loader:
+        steps = list(loader)
+    assert sum(step.waited for step in steps) <= loader.waited
+    assert all(0 <= step.ready <= STEPS_AHEAD for step in steps)
+
+
 def test_a_damaged_sample_fails_in_the_trainers_thread(tmp_path):
     cache = write_cache(tmp_path / "cache", LENGTHS)
     shard = next((cache / "shards").glob("*/*"))

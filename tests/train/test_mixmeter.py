@@ -9,6 +9,7 @@ import pytest
 from corpora import for_all, quick_and_long
 from hypothesis import strategies as st
 
+from dflash.errors import CheckpointError
 from dflash.train.mixmeter import MixMeter
 
 
@@ -71,3 +72,38 @@ def test_a_report_is_ready_for_json_even_before_the_first_draw() -> None:
     assert json.loads(json.dumps(report.to_json()))["quota"] == [0.25, 0.75]
     assert report.variation[0].last == 0
     assert report.variation[0].mean is None
+
+
+@quick_and_long(30, 400)
+def test_a_meter_put_back_from_json_goes_on_as_if_it_had_never_stopped(examples: int) -> None:
+    draws = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), max_size=30)
+
+    @for_all(examples, draws, st.integers(0, 30))
+    def check(draws: list[list[int]], cut: int) -> None:
+        whole, first = (MixMeter([0.4, 0.6], windows=(3, 7)) for _ in range(2))
+        for draw in draws:
+            whole.record(draw)
+        for draw in draws[:cut]:
+            first.record(draw)
+        resumed = MixMeter([0.4, 0.6], windows=(3, 7), state=json.loads(json.dumps(first.state())))
+        for draw in draws[cut:]:
+            resumed.record(draw)
+        assert resumed.report() == whole.report()
+        assert resumed.recent_shares() == whole.recent_shares()
+
+
+def test_recent_shares_are_those_of_the_last_draws() -> None:
+    meter = MixMeter([0.5, 0.5], windows=(2, 5))
+    assert meter.recent_shares() == [0, 0]
+    for draw in ([9, 0], [1, 0], [0, 3]):
+        meter.record(draw)
+    assert meter.recent_shares() == [0.25, 0.75]
+
+
+@pytest.mark.parametrize(
+    "change", [{"ring": [[1, 2]]}, {"run": [1]}, {"sums": []}, {"draws": "x"}, {"last_seen": None}]
+)
+def test_figures_that_cannot_be_put_back_are_refused(change: dict) -> None:
+    state = MixMeter([0.5, 0.5]).state() | change
+    with pytest.raises(CheckpointError, match="figures of the mix"):
+        MixMeter([0.5, 0.5], state=state)

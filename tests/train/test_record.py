@@ -72,3 +72,22 @@ def test_other_ranks_write_nothing(tmp_path):
     log.start(0)
     add(log, 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_mix_of_earlier_starts_is_counted(tmp_path):
+    whole, first, second = make_log(tmp_path), make_log(tmp_path), make_log(tmp_path)
+    for step in (1, 2, 3):
+        add(whole, step)
+    add(first, 1)
+    second.start(1, json.loads(json.dumps(first.mix_state())))
+    add(second, 2)
+    add(second, 3)
+    assert second.mix() == whole.mix()
+    assert second.mix()["draws"] == 6
+
+
+def test_the_progress_line_shows_each_bucket_against_its_quota(tmp_path):
+    """Half high is on quota, a full block is twice it or more."""
+    log = RunLog(tmp_path, (16, 32, 64, 128), (0.25, 0.25, 0.25, 0.25), enabled=False)
+    log.add({"step": 1, "loss": 1.0, "anchor_tau": None}, np.array([[2, 1, 0, 1]]), seconds=0.5)
+    assert "mix █▄ ▄ 25.0% off" in log.summary(0.0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dflash.train.pools import Draw
 from dflash.train.sampler import Sampler, SamplerConfig
-from dflash.train.window import ReadyQueue, Supply, WindowShape
+from dflash.train.window import ReadyQueue, Supply, WindowShape, window_level
 
 STEP = {"batches_per_step": 1, "tokens_per_batch": 4096}
 
@@ -121,3 +121,23 @@ def test_a_source_works_ahead_only_while_there_is_room() -> None:
     supply.elapse(100)
     supply.block()
     assert not supply.delivers(1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "compose", "level"),
+    [
+        ("fifo", "bucketed", 12),
+        ("shuffle", "bucketed", 12),
+        ("shuffle", "mixed", 12),
+        ("fifo", "mixed", None),
+        ("stratified", "mixed", None),
+        ("stratified", "bucketed", None),
+    ],
+)
+def test_the_level_of_the_window_is_counted_in_micro_batches(policy: str, compose: str, level: int) -> None:
+    """Streams that draw by quota, or straight from the corpus, have no queue."""
+    corpus = log_normal(3000)
+    sampler = Sampler(corpus, SamplerConfig(policy, compose, min_ready=3, max_ready=12, **STEP))
+    rows(sampler, 20)
+    found = window_level(sampler.state()["stream"], corpus.lengths, 4096)
+    assert found is None if level is None else level - 2 < found <= level
