@@ -1,7 +1,8 @@
 """Make the demo's conversations: prompts from templates and licensed text, answered by the demo's own target.
 
-Usage: `python scripts/make_demo_corpus.py --target demo/target`. It takes about half an hour on two cores,
-and resumes where it was stopped from the work file, which holds every raw answer.
+Usage: `python scripts/make_demo_corpus.py --target demo/target`. It generates about 280,000 tokens, and resumes
+where it was stopped from the work file, which holds every raw answer. In bfloat16 the last bits depend on the
+processor and on how prompts share a batch, so another machine gives nearly, not exactly, the shipped files.
 
 How an answer gets in. The target answers greedily in bfloat16; nothing is sampled, penalised or edited, so
 that a drafter learns what the target does. An answer that ends by itself within the limit of its kind is kept
@@ -24,12 +25,14 @@ import hashlib
 import json
 import platform
 import re
+import shutil
 import statistics
 import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from sysconfig import get_path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -279,9 +282,17 @@ def build(folder: Path, prompts: list[Prompt], work: Path, data: Path) -> None:
         rows.sort(key=lambda row: row["id"])
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (data / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    readme = README.format(python=platform.python_version(), held_out=len(held_out), table="\n".join(table))
-    (data / "README.md").write_text(readme, encoding="utf-8")
+    _write_page(data, len(held_out), table)
     print("\n".join(table))
+
+
+def _write_page(data: Path, held_out: int, table: list[str]) -> None:
+    notice = " ".join(sys.copyright.split("\n\n")[0].split())  # the first is the Python Software Foundation's
+    page = README.format(
+        python=platform.python_version(), notice=notice, held_out=held_out, table="\n".join(table)
+    )
+    (data / "README.md").write_text(page, encoding="utf-8")
+    shutil.copyfile(Path(get_path("stdlib"), "LICENSE.txt"), data / "LICENSE-python.txt")
 
 
 def _figures(name: str, chosen: list[Conversation]) -> str:
@@ -310,8 +321,8 @@ where those that ended by themselves were too few, cut at a full sentence before
 how many. The script's first lines give the rules in full.
 
 Licences: templates and made-up papers are part of this project (Apache-2.0); functions and pages of the
-manual are from the standard library of Python {python}, copyright Python Software Foundation, under the PSF
-licence version 2; the model is under Apache-2.0.
+manual are from the standard library of Python {python}, PSF licence version 2 (`LICENSE-python.txt`):
+{notice} The model is under Apache-2.0.
 """
 
 
