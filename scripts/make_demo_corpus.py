@@ -1,6 +1,6 @@
 """Make the demo's conversations: prompts from templates and licensed text, answered by the demo's own target.
 
-Usage: `python scripts/make_demo_corpus.py --target demo/target`. It generates some 280,000 tokens, and resumes
+Usage: `python scripts/make_demo_corpus.py --target demo/target`. It generates 280,000 tokens, and resumes
 where it was stopped from the work file, which holds every raw answer. In bfloat16 the last bits depend on the
 processor and on how prompts share a batch, so another machine gives nearly, not exactly, the shipped files.
 
