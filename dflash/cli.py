@@ -14,6 +14,7 @@ import click
 from dflash import __version__
 from dflash.commands.cache import cache
 from dflash.commands.common import Group
+from dflash.commands.compare import compare
 from dflash.commands.demo import demo
 from dflash.commands.evaluate import evaluate_command, generate
 from dflash.commands.extract import extract
@@ -27,7 +28,7 @@ def cli() -> None:
     """Train DFlash drafters for speculative decoding: extract hidden states once, train many times."""
 
 
-for _command in (extract, sample, train, evaluate_command, generate, cache, demo):
+for _command in (extract, sample, train, compare, evaluate_command, generate, cache, demo):
     cli.add_command(_command)
 
 

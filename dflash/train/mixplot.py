@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -48,7 +48,7 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path} must end in {', '.join(FORMATS)}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
-    _figure_class()
+    new_figure(1.0)
 
 
 def plot_mix(path: Path, panels: Sequence[Panel], edges: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ def plot_mix(path: Path, panels: Sequence[Panel], edges: Sequence[int]) -> None:
         ConfigError: as `check_plot`.
     """
     check_plot(path)
-    figure = _figure_class()(figsize=(9, 1.1 + 1.9 * len(panels)), layout="constrained")
+    figure = new_figure(1.1 + 1.9 * len(panels))
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     colours = bucket_colours(len(edges))
     for axis, panel in zip(axes, panels, strict=True):
@@ -94,14 +94,19 @@ def bucket_colours(count: int) -> list[Any]:
     return [colormaps["viridis"](place) for place in np.linspace(0.05, 0.95, count)]
 
 
-def _figure_class() -> Callable[..., Any]:
+def new_figure(height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
             f"--plot needs matplotlib ({error}); install it with `pip install 'dflash-trainer[plot]'`"
         ) from error
-    return Figure
+    return Figure(figsize=(9, height), layout="constrained")
 
 
 def _draw_panel(axis: Any, panel: Panel, colours: Sequence[Any]) -> None:

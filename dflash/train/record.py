@@ -10,13 +10,13 @@ import numpy as np
 
 from dflash.files import publish_bytes
 from dflash.train.mixmeter import MeterState, MixMeter
+from dflash.train.runs import METRICS_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-METRICS_NAME = "metrics.jsonl"
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 

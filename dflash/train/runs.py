@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dflash.errors import ConfigError
+from dflash.provenance import RECORD_NAME
 
-RECORD_NAME = "run.json"
 METRICS_NAME = "metrics.jsonl"
 
 
@@ -31,6 +31,21 @@ class Run:
         """The last tenth of the steps, at least one."""
         return self.steps[-max(len(self.steps) // 10, 1) :]
 
+    @property
+    def after_warmup(self) -> list[dict[str, Any]]:
+        """The steps behind the warm-up of the learning rate, and behind the first tenth in any case."""
+        warmup = float(self.config.get("optim", {}).get("warmup", 0.0))
+        return self.steps[int(len(self.steps) * max(warmup, 0.1)) :]
+
+    @property
+    def bucket_edges(self) -> list[int]:
+        """Upper edges of the cache's buckets."""
+        return list(self.config["bucket_edges"])
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a figure over the tail, without the steps that have none."""
+        return _mean([step[name] for step in self.tail if step.get(name) is not None])
+
     def mean_by(self, name: str) -> list[float | None]:
         """Means of a list-valued figure over the tail; None for entries that no step of it has."""
         columns = zip(*(step[name] for step in self.tail), strict=True)
@@ -45,13 +60,13 @@ def load_run(path: Path) -> Run:
     """
     record = path / RECORD_NAME
     try:
-        config = json.loads(record.read_bytes())["config"]
+        config = dict(json.loads(record.read_bytes())["config"])
     except OSError as error:
         raise ConfigError(f"{path} is not a run: {record.name} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{record} is not the record of a run ({error!r})") from error
     steps = _load_steps(path / METRICS_NAME)
-    if not isinstance(config, dict) or not steps:
+    if not steps or "bucket_edges" not in config:
         raise ConfigError(f"{path} holds no steps of `dflash train`, so there is nothing to compare")
     return Run(path, config, steps)
 
@@ -64,13 +79,12 @@ def bucket_losses(path: Path, edges: Sequence[int]) -> list[float]:
     """
     run = load_run(path)
     losses = run.mean_by("loss_by_bucket")
-    theirs = run.config.get("bucket_edges", list(edges))
-    if len(losses) != len(edges) or theirs != list(edges):
+    if (theirs := run.bucket_edges) != list(edges):
         raise ConfigError(
             f"--losses {path}: its buckets end at {theirs}, those of this cache at {list(edges)}; "
             "give a run on a cache with the same buckets"
         )
-    whole = _mean([step["loss"] for step in run.tail]) or 0.0
+    whole = run.mean("loss") or 0.0
     return [whole if loss is None else loss for loss in losses]
 
 

@@ -10,7 +10,8 @@ from click.testing import CliRunner, Result
 from support import write_cache
 
 from dflash.cli import cli
-from dflash.train.runs import METRICS_NAME, RECORD_NAME
+from dflash.provenance import RECORD_NAME
+from dflash.train.runs import METRICS_NAME
 
 LENGTHS = [20, 40, 60, 10, 30, 12, 50, 8, 33, 21] * 4
 SMALL = "tokens-per-batch=64,batches-per-step=2"
