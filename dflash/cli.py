@@ -1,8 +1,8 @@
 """The command line: the group, and the commands in the order in which they are used.
 
 The commands (`dflash.commands`) are thin: they turn flags into configurations, call one function, and print
-what it returns. Heavy imports stand inside them, so that `dflash --help` answers at once. Data goes to stdout,
-progress and errors to stderr; an error that the user can mend is one line and exit code 2.
+what it returns. Heavy imports stand inside them, so that `dflash --help` answers at once. Data goes to
+stdout, progress and errors to stderr; an error that the user can mend is one line and exit code 2.
 """
 
 from __future__ import annotations
