@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_READY := .venv/.demo-ready
 
-.PHONY: help demo test lint unit test-long serving-test docs clean
+.PHONY: help demo test lint unit test-long clients serving-test docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,15 @@ unit: $(INSTALLED) ## the tests
 
 test-long: $(INSTALLED) ## tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) -m long --timeout 900
+
+clients: $(INSTALLED)
+	tests/serving/setup_clients.sh $(PYTHON)
+
+demo/result.json:
+	$(MAKE) demo
+
+serving-test: clients demo/result.json ## z-lab's dflash and vLLM run the demo's checkpoint
+	OMP_NUM_THREADS=$(CORES) $(BIN)/pytest tests/serving -m serving --log-cli-level=INFO
 
 docs: $(INSTALLED) ## regenerate docs/cli-reference.md
 	$(BIN)/python scripts/write_cli_reference.py
