@@ -1,0 +1,175 @@
+"""How well samplers mix sequence lengths: ours, and those of other projects, on the same lengths.
+
+    .venv/bin/python benchmarks/mixing.py
+
+17,457 log-normal lengths (median 600, sigma 0.9, 16 to 4,096 tokens) in 8 buckets of equal width, 8 ranks,
+one micro-batch of at most 16,384 tokens for each rank a step, one epoch. Total variation from the corpus's
+mix is weighted by tokens and shown as mean/max: over 30 steps (`tv30` in the JSON of the last line), within
+one (`tv1`), over 30 micro-batches. `cost` is the busiest rank's work over the mean, `pad` what padding would
+add, `most` the largest micro-batch over the budget, which peers that count samples exceed.
+
+The peers live in `.venv-bench` beside this environment, whose torch, numpy and transformers they use; it is
+made on the first run. A peer that cannot be installed or run is left out with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from bisect import bisect_left
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from mixing_peers import PEERS
+
+from dflash.train.compare import FloatArray, MixFigures, Trace, figures, simulate, trace
+from dflash.train.sampler import Corpus, SamplerConfig
+
+HERE = Path(__file__).resolve().parent
+VENV = HERE.parent / ".venv-bench"
+RANKS = 8
+SAMPLES = 17_457
+PACKAGES = {
+    # Without dependencies: they would pull another torch, or clients of clouds that batching never calls.
+    "lhotse": ["lhotse==1.33.0"],
+    "speculators": ["speculators==0.9.0"],
+    "mosaicml-streaming": ["mosaicml-streaming==0.13.0"],
+    "what lhotse imports": [
+        *("soundfile", "cffi", "pycparser", "audioread", "cytoolz", "toolz"),
+        *("intervaltree", "sortedcontainers", "tabulate", "pyyaml"),
+    ],
+}
+
+
+def log_normal() -> Corpus:
+    """The lengths of the sampling guide's table."""
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.normal(np.log(600), 0.9, SAMPLES)).astype(np.int32).clip(16, 4096)
+    edges = tuple(range(512, 4097, 512))
+    buckets = np.array([bisect_left(edges, length) for length in lengths], np.int16)
+    return Corpus(lengths, buckets, edges, "log-normal")
+
+
+def bench_python() -> Path:
+    """The interpreter of the peers' environment, which is made if it is not there."""
+    python = VENV / "bin" / "python"
+    if (VENV / ".ready").exists():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
+    purelib = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    ours = sysconfig.get_paths()["purelib"]
+    (Path(purelib) / "beside.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    for name, packages in PACKAGES.items():
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        done = subprocess.run([*pip, *packages], check=False, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name}: cannot be installed: {_last_line(done.stderr)}", file=sys.stderr)
+    (VENV / ".ready").touch()
+    return python
+
+
+class Row(NamedTuple):
+    """What a sampler did with the lengths."""
+
+    figures: MixFigures
+    most: float
+    """Tokens of the largest micro-batch over the budget."""
+
+
+def run_peer(name: str, corpus: Corpus, config: SamplerConfig, folder: Path) -> Row | str:
+    """A peer's figures, or why there are none."""
+    job, out = folder / "job.json", folder / f"{name}.json"
+    columns = {"lengths": corpus.lengths.tolist(), "buckets": corpus.buckets.tolist()}
+    job.write_text(json.dumps({**columns, "ranks": RANKS, "tokens": config.tokens_per_batch}))
+    done = subprocess.run(
+        [bench_python(), HERE / "mixing_peers.py", name, job, out],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode:
+        return _last_line(done.stderr)
+    steps = json.loads(out.read_text())
+    return row_of(trace(steps, corpus, config.packing, RANKS), natural_mix(corpus))
+
+
+def natural_mix(corpus: Corpus) -> FloatArray:
+    """Share of the tokens of each bucket."""
+    tokens: FloatArray = np.array(corpus.tokens_by_bucket, np.float64)
+    return np.divide(tokens, tokens.sum())
+
+
+def row_of(found: Trace, quota: FloatArray) -> Row:
+    """The figures of a trace."""
+    return Row(figures(found, quota), int(found.draws.sum(axis=1).max()) * RANKS / found.capacity)
+
+
+def run_ours(corpus: Corpus, compose: str) -> Row:
+    """Our figures over one epoch's full steps."""
+    config = SamplerConfig(compose=compose)
+    epoch = int(corpus.lengths.sum()) // config.tokens_per_batch
+    return row_of(*simulate(corpus, config, draws=epoch // RANKS * RANKS, ranks=RANKS))
+
+
+def line(name: str, row: Row | str) -> str:
+    """A row of the table."""
+    if isinstance(row, str):
+        return f"{name:<22} left out: {row}"
+    found = row.figures
+    spreads = [found.tv30_steps, found.tv1_step, found.tv30_draws]
+    cells = " ".join(
+        f"{spread.mean:.4f}/{spread.worst:.4f}" if spread else f"{'-':>13}" for spread in spreads
+    )
+    rest = f"{found.longest_run:>4} {found.rank_cost:>6.3f} {found.fill:>6.3f} {found.padding:>6.1%}"
+    return f"{name:<22} {cells} {rest} {row.most:>5.2f}"
+
+
+def main() -> None:
+    """Print the table and the JSON line."""
+    corpus, config = log_normal(), SamplerConfig()
+    print(f"{'':<22} {'30 steps':>13} {'1 step':>13} {'30 draws':>13}  run   cost   fill    pad  most")
+    rows: dict[str, Row | str] = {}
+    for compose in ("mixed", "bucketed"):
+        rows[compose] = run_ours(corpus, compose)
+        print(line(f"ours, {compose}", rows[compose]))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in PEERS:
+            rows[name] = run_peer(name, corpus, config, Path(folder))
+            print(line(name, rows[name]), flush=True)
+    print(json.dumps(result(rows)))
+
+
+def result(rows: dict[str, Row | str]) -> dict[str, float | None]:
+    """The JSON of the last line; None for a peer that was left out."""
+    found = {name: row.figures for name, row in rows.items() if isinstance(row, Row)}
+    mixed, bucketed = found["mixed"], found["bucketed"]
+    return {
+        "tv1_mixed": _mean(mixed.tv1_step),
+        "tv30_draws_bucketed": _mean(bucketed.tv30_draws),
+        "longest_run_bucketed": bucketed.longest_run,
+        "fill_mixed": round(mixed.fill, 4),
+        "rank_cost_mixed": round(mixed.rank_cost, 4),
+        **{f"tv30_{name}": _mean(found[name].tv30_steps) if name in found else None for name in rows},
+    }
+
+
+def _mean(spread: tuple[float, float] | None) -> float | None:
+    return None if spread is None else round(spread[0], 5)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]
+
+
+if __name__ == "__main__":
+    main()
