@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -65,6 +67,34 @@ def test_ranks_divide_every_step_of_the_sampler_among_them(reader, size):
                 assert batch.samples == expected.samples
                 for name in ("features", "block_ids", "labels", "counted", "block_positions", "buckets"):
                     assert torch.equal(getattr(batch, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_reading_ahead_in_threads_never_changes_the_order(reader, workers):
+    """Sha256 of all ids by step and slot: without a thread, with one, with one for each of four ranks."""
+
+    def digest(steps):
+        return sha256(repr(steps).encode()).hexdigest()
+
+    planned = [
+        [[int(reader.index.ids[draw.row]) for draw in batch] for batch in step.batches]
+        for step in make_sampler(reader)
+    ]
+    worlds = [World(rank, workers) for rank in range(workers)]
+    with ExitStack() as stack:
+        loaders = [
+            stack.enter_context(StepLoader(reader, make_sampler(reader), PLAN, world, CPU))
+            for world in worlds
+        ]
+        read = []
+        for plan, *parts in zip(make_sampler(reader), *loaders, strict=True):
+            slots = {
+                slot.place: list(batch.samples)
+                for world, part in zip(worlds, parts, strict=True)
+                for slot, batch in zip(batches_for(plan, world), part.batches, strict=True)
+            }
+            read.append([slots[place] for place in range(4)])
+    assert digest(read) == digest(planned)
 
 
 def test_every_rank_knows_what_the_whole_step_drew(reader):
