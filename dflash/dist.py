@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
@@ -76,8 +77,9 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
 
     Raises:
         ConfigError: more processes than GPUs.
-        SystemExit: a process failed; carries its exit code.
+        SystemExit: a process failed, or a signal came; carries the exit code.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -100,6 +102,14 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
     )
     try:
         elastic_launch(config, sys.executable)("-m", "dflash", *arguments)
+    except SignalException as error:  # the launcher has passed the signal on and waited for the processes
+        raise SystemExit(128 + int(error.sigval)) from None
     except ChildFailedError as error:
-        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-        raise SystemExit(first.exitcode if first.exitcode > 0 else 1) from None
+        rank, first = min(error.failures.items(), key=lambda item: item[1].timestamp)
+        if first.exitcode > 0:  # it has said why itself
+            raise SystemExit(first.exitcode) from None
+        name = signal.Signals(-first.exitcode).name
+        hint = ", perhaps for lack of memory" if name == "SIGKILL" else ""
+        raise SystemExit(
+            f"Error: rank {rank} was ended by {name}{hint}; the other ranks were stopped"
+        ) from None

@@ -8,6 +8,7 @@ DflashError
 │   ├── CacheIncomplete    extraction has not finished
 │   ├── CacheCorrupt       bytes differ from what was committed
 │   └── CacheMismatch      another identity than the one asked for
+├── RankFailed             another process of the run has failed, so this one ends too
 ├── TrainingError          training cannot go on: a loss that is not finite, say
 └── CheckpointError        a drafter or training state that cannot be read or does not fit
 
@@ -46,6 +47,10 @@ class CacheCorrupt(CacheError):  # noqa: N818
 
 class CacheMismatch(CacheError):  # noqa: N818
     """The cache has another identity than the one asked for."""
+
+
+class RankFailed(DflashError):  # noqa: N818
+    """Another process of the run has failed, so this one ends too."""
 
 
 class TrainingError(DflashError):

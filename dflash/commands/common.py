@@ -30,6 +30,9 @@ class Group(click.Group):
             return super().invoke(ctx)
         except DflashError as error:
             raise UserError(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)
+            raise SystemExit(130) from None
 
 
 class IntList(click.ParamType):  # type: ignore[type-arg] # generic since click 8.5 only

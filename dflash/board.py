@@ -1,0 +1,163 @@
+"""What the ranks of a run tell each other while they work: counters, notes, and who has failed.
+
+Everything goes through the key-value store of the process group and is polled. Collectives would not do: one
+that waits has a time-out, which a day of work on another rank exceeds, cannot be interrupted by a signal, and
+does not learn that another rank has failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import (  # type: ignore[attr-defined] # it re-exports the stores without saying so
+    DistError,
+    HashStore,
+    PrefixStore,
+    distributed_c10d,
+    is_initialized,
+)
+
+from dflash.errors import DflashError, RankFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dflash.world import World
+
+_POLL_S = 0.02
+_FAREWELL_S = 5.0
+"""How long the first rank, which may host the store, waits for the others to have read how it ended."""
+_uses = itertools.count()
+
+
+class Board:
+    """A board that every rank of a world opens at the same point of its run.
+
+    Any call may raise RankFailed: the store went with the rank that held it.
+
+    Args:
+        world: This process.
+        topic: Keeps apart what different parts of the program write.
+    """
+
+    def __init__(self, world: World, topic: str) -> None:
+        self.world = world
+        joined = world.size > 1 and is_initialized()
+        # torch has no public way to the store of a group.
+        store = distributed_c10d._get_default_store() if joined else HashStore()  # noqa: SLF001
+        self._store = PrefixStore(f"dflash/{topic}/{next(_uses)}", store)
+
+    def add(self, counter: str, amount: int = 1) -> int:
+        """Add to a counter, which starts at 0; returns what it holds then."""
+        with _reachable():
+            return int(self._store.add(counter, amount))
+
+    def post(self, note: str, value: Any) -> None:
+        """Leave a JSON value of this rank."""
+        self._set(f"{note}/{self.world.rank}", json.dumps(value))
+
+    def collect(self, note: str) -> list[Any]:
+        """The values that all ranks have posted, by rank; waits for those that have not.
+
+        Raises:
+            RankFailed: another rank failed meanwhile.
+        """
+        keys = [f"{note}/{rank}" for rank in range(self.world.size)]
+        self._wait(lambda: self._has(*keys))
+        return [json.loads(self._get(key)) for key in keys]
+
+    def shared(self, note: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives on the main rank, on every rank: a JSON value.
+
+        Raises:
+            RankFailed: another rank failed meanwhile.
+        """
+        if self.world.is_main:
+            self._set(note, json.dumps(make()))
+        self._wait(lambda: self._has(note))
+        return json.loads(self._get(note))
+
+    def meet(self, place: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until every rank has come to this place, calling `meanwhile` now and then.
+
+        Raises:
+            RankFailed: another rank failed meanwhile.
+        """
+        self.add(place)
+
+        def all_here() -> bool:
+            meanwhile()
+            return self.add(place, 0) >= self.world.size
+
+        self._wait(all_here)
+
+    def check(self) -> None:
+        """Go on only while no other rank has failed.
+
+        Raises:
+            RankFailed: one has; carries what it said.
+        """
+        if self._has("failed"):
+            raise RankFailed(self._get("failed"))
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask all ranks to stop."""
+        self._set("stop", reason)
+
+    def stop_asked(self) -> str | None:
+        """Why the ranks were asked to stop, if they were."""
+        return self._get("stop") if self._has("stop") else None
+
+    @contextmanager
+    def telling_failure(self) -> Iterator[None]:
+        """Tell the others what error ends this block; and end it only when all have read how it ended."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(RankFailed):
+                if not isinstance(error, RankFailed):
+                    text = str(error) if isinstance(error, DflashError) else repr(error)
+                    self._set("failed", f"rank {self.world.rank} has failed: {text}")
+                self._leave()
+            raise
+        with suppress(RankFailed):  # all is done: the first rank may be gone already
+            self._leave()
+
+    def _leave(self) -> None:
+        """The first rank may hold the store, so it goes last."""
+        if self.world.size == 1:
+            return
+        self.add("left")
+        deadline = time.monotonic() + _FAREWELL_S
+        while self.world.is_main and self.add("left", 0) < self.world.size and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self.check()
+            time.sleep(_POLL_S)
+
+    def _has(self, *keys: str) -> bool:
+        with _reachable():
+            return bool(self._store.check(list(keys)))
+
+    def _get(self, key: str) -> str:
+        with _reachable():
+            return self._store.get(key).decode()
+
+    def _set(self, key: str, value: str) -> None:
+        with _reachable():
+            self._store.set(key, value)
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except DistError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise RankFailed(f"the process that holds the ranks' store is gone ({reason})") from error
