@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TARGET_CONFIG_NAME = "target_config.json"
-MAX_MANIFEST_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 1 << 24
 """A larger manifest is refused unread: a cache from strangers must not fill the memory."""
 BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4}
 CODECS = ("raw",)
@@ -32,6 +32,8 @@ _LIMITS = {"num_target_layers": 1 << 14, "hidden_size": 1 << 20, "vocab_size": 1
 """Far above any model; they keep sizes computed from a stranger's manifest within 64 bits."""
 _NAMES_ONLY = ("target", "revision")
 """Where the target was found. Moving its folder changes nothing; the digests decide."""
+_OPTIONAL = ("appended", "bad")
+"""Keys of the manifest that are left out where they hold nothing."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,35 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class BadSample:
+    """A sample that is left out because the target puts out NaN or infinity for it."""
+
+    id: int
+    name: str | None
+    """The row's `id` field."""
+    layer: int
+    """0-based layer behind which the first such value stands."""
+    position: int
+    """Token of the sample, from 0, at which it stands."""
+    token: int
+    """Id of that token."""
+
+    def text(self) -> str:
+        """What an error or a report says of it."""
+        name = f" ({self.name})" if self.name else ""
+        return (
+            f"sample {self.id}{name}: the output of layer {self.layer} at position {self.position}, "
+            f"token {self.token}, holds NaN or Inf"
+        )
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The content of `manifest.json`."""
 
     identity: Identity
     expected_samples: int
-    """Samples the finished cache holds."""
+    """Samples the finished cache holds, bad ones left out."""
     complete: bool = False
     """Set by `finalize` alone, when every expected sample is committed."""
     dropped: dict[str, int] = field(default_factory=dict)
@@ -100,6 +125,15 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     content_digest: str | None = None
     """Digest of the finished cache's samples (`CacheIndex.digest`); None while it is incomplete."""
+    appended: tuple[str, ...] = ()
+    """Digests of the corpora that were added later, in their order."""
+    bad: tuple[BadSample, ...] = ()
+    """Samples left out because of NaN or infinity."""
+
+    @property
+    def corpora(self) -> tuple[str, ...]:
+        """Digests of all corpora, the first one first."""
+        return (self.identity.corpus_digest, *self.appended)
 
     def digest(self) -> str:
         """Sha256 (64 hex digits) of format version and identity, without the target's name and revision."""
@@ -108,7 +142,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `manifest.json`, with a digest of everything else in it."""
-        value = asdict(self)
+        value = {name: v for name, v in asdict(self).items() if v or name not in _OPTIONAL}
         return {**value, "digest": digest_json(value)}
 
     @classmethod
@@ -130,12 +164,18 @@ class Manifest:
         digest = content.pop("digest", None)
         _check_keys(content, cls, where)
         _check_keys(content["identity"], Identity, where)
+        for sample in content.get("bad", ()):
+            _check_keys(sample, BadSample, where)
         if digest != digest_json(content):
             raise CacheCorrupt(f"{where}: its content does not fit its digest; it was edited or damaged")
         identity: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in content["identity"].items()
         }
-        return cls(**{**content, "identity": Identity(**identity)})
+        later = {
+            "appended": tuple(content.get("appended", ())),
+            "bad": tuple(BadSample(**sample) for sample in content.get("bad", ())),
+        }
+        return cls(**{**content, **later, "identity": Identity(**identity)})
 
 
 def load_manifest(cache: Path) -> Manifest:
@@ -194,10 +234,18 @@ def create_cache(cache: Path, manifest: Manifest) -> Manifest:
             return fresh
     there = load_manifest(cache)
     if differences := manifest.identity.differences(there.identity):
-        raise CacheMismatch(
-            f"{cache} holds another cache: {'; '.join(differences)}; use another folder or the same settings"
-        )
+        raise mismatch(cache, differences)
     return there
+
+
+def mismatch(cache: Path, differences: Sequence[str]) -> CacheMismatch:
+    """The error for a cache of another identity; `differences` as `Identity.differences` gives them."""
+    only_corpus = all(line.startswith("corpus_digest:") for line in differences)
+    advice = ", or --append to add this data" if only_corpus else ""
+    return CacheMismatch(
+        f"{cache} holds another cache: {'; '.join(differences)}; "
+        f"use another folder or the same settings{advice}"
+    )
 
 
 def _holds_manifest(cache: Path) -> bool:
@@ -268,6 +316,9 @@ def _check_keys(value: Any, record: type, where: str) -> None:
         raise CacheCorrupt(f"{where}: {record.__name__.lower()} is not a JSON object")
     names = {entry.name: cast("str", entry.type) for entry in fields(record)}
     for key in sorted(value.keys() ^ names.keys()):
+        if key in names and key in _OPTIONAL:
+            names.pop(key)
+            continue
         raise CacheCorrupt(f"{where}: {'unknown' if key in value else 'missing'} key {key!r}")
     for key, kind in names.items():
         if not _has_type(value[key], kind):
@@ -276,8 +327,9 @@ def _check_keys(value: Any, record: type, where: str) -> None:
 
 def _has_type(value: Any, kind: str) -> bool:
     """Whether a JSON value fits a field's annotation; booleans are no integers here."""
-    if kind == "tuple[int, ...]":
-        return isinstance(value, list) and all(type(item) is int for item in value)
+    if kind.startswith("tuple["):
+        item_type = {"int": int, "str": str, "BadSample": dict}[kind[len("tuple[") : kind.index(",")]]
+        return isinstance(value, list) and all(type(item) is item_type for item in value)
     if kind == "dict[str, int]":
         return isinstance(value, dict) and all(type(item) is int and item >= 0 for item in value.values())
     if kind == "int":

@@ -24,7 +24,7 @@ from dflash.cache.index import (
     load_index,
     shards_on_disk,
 )
-from dflash.cache.manifest import Manifest, bucket_of, create_cache, load_manifest, save_manifest
+from dflash.cache.manifest import BadSample, Manifest, bucket_of, create_cache, load_manifest, save_manifest
 from dflash.cache.shard import (
     DATA_START,
     SHARD_SUFFIX,
@@ -39,7 +39,7 @@ from dflash.errors import CacheCorrupt, CacheError, CacheIncomplete
 from dflash.files import TMP_SUFFIX, fsync_path, publish, publish_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -170,14 +170,23 @@ class CacheWriter:
             self._open.clear()
 
 
-def finalize(cache: Path) -> Manifest:
+def finalize(cache: Path, bad: Sequence[BadSample] = ()) -> Manifest:
     """Mark a cache complete, once every expected sample is committed and every shard has its size.
+
+    Args:
+        cache: The cache's folder.
+        bad: Samples that turned out to be bad since the cache was begun: they are no longer expected.
 
     Raises:
         CacheIncomplete: samples are missing.
         CacheCorrupt: there are too many, or a shard or fragment is damaged.
     """
     manifest = load_manifest(cache)
+    manifest = replace(
+        manifest,
+        expected_samples=manifest.expected_samples - len(bad),
+        bad=tuple(sorted((*manifest.bad, *bad), key=lambda sample: sample.id)),
+    )
     index = load_index(cache, manifest)
     if manifest.complete:
         check_complete(cache, manifest, index)

@@ -58,6 +58,13 @@ from dflash.commands.common import (
         "--plan", is_flag=True, help="Say what a run would do and take, and stop; loads no weights."
     ),
     click.option("--probe", is_flag=True, help="With --plan: run the target for 30 s to tell the hours."),
+    click.option("--append", is_flag=True, help="Add the data to a finished cache of other data."),
+    click.option(
+        "--max-bad",
+        default=0.001,
+        show_default=True,
+        help="Share of samples that may be left out for NaN or Inf.",
+    ),
     click.option("--force", is_flag=True, help="Start even where the disk cannot hold the result."),
     nproc_option,
     trust_option,
@@ -79,12 +86,15 @@ def extract(nproc: int | None, plan: bool, probe: bool, **flags: Any) -> None:
         return
     from dflash.extract.pipeline import ExtractConfig
     from dflash.extract.pipeline import extract as run
+    from dflash.stopping import exit_code
     from dflash.world import World
 
     world = World.from_env()
     report = run(ExtractConfig.from_flags(**flags), world)
     if world.is_main:
         click.echo(report.text())
+    if report.stopped:
+        raise SystemExit(exit_code(report.stopped))
 
 
 def _show_plan(flags: dict[str, Any], *, probe: bool) -> None:

@@ -2,28 +2,30 @@
 
 1. The main rank tokenises the corpus, creates the cache or finds the same one to resume, and writes what
    training needs of the target: head, tokenizer, configuration.
-2. Every rank plans the same batches, leaves out what is committed, and takes its units.
+2. Every rank plans the same units of work and leaves out what is committed. Whoever is free takes the next.
 3. A batch runs through the truncated target; its taps go, without pads, to a thread that writes them. A unit
-   is committed whole.
+   is committed whole; when a signal asks for a stop, what was captured so far is committed.
 4. When all ranks are done, the main rank checks that nothing is missing and marks the cache complete.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from dflash.board import Board
 from dflash.cache.index import load_index
-from dflash.cache.manifest import Manifest, load_manifest
-from dflash.cache.writer import CacheWriter, Sample, finalize
-from dflash.dist import barrier, device_of, process_group, sum_over_ranks
-from dflash.errors import CacheMismatch, TargetError
+from dflash.cache.manifest import BadSample, Manifest, load_manifest
+from dflash.cache.writer import CacheWriter, finalize
+from dflash.dist import device_of, process_group
+from dflash.errors import CacheMismatch, RankFailed, TargetError
+from dflash.extract.capture import Capturer, InFlight
 from dflash.extract.corpus import load_corpus
-from dflash.extract.plan import Unit, batches_of, pad_share, plan_units, remaining, units_for
+from dflash.extract.plan import Unit, batches_of, pad_share, plan_units, remaining
 from dflash.extract.prepare import prepare
 from dflash.extract.report import ExtractReport
 from dflash.extract.settings import ExtractConfig
@@ -31,142 +33,252 @@ from dflash.extract.sink import Sink
 from dflash.extract.space import check_space
 from dflash.extract.token_store import TokenizedCorpus
 from dflash.progress import Progress
+from dflash.stopping import StopFlag, stop_signals
 from dflash.target import DTYPES, TruncatedTarget, load_tokenizer
 from dflash.world import World
 
-__all__ = ["ExtractConfig", "ExtractReport", "capture_batch", "extract"]
+__all__ = ["ExtractConfig", "ExtractReport", "extract"]
 
 # Units are committed as they end, never by size in the middle of a batch: see `plan`.
 _NO_LIMIT = 1 << 62
+_PATIENCE_S = 10.0
+"""How long ranks that were asked to stop may take for their last batch."""
+MAX_BAD_SAMPLES = 1 << 16
+"""The manifest lists them."""
 
 
 def extract(config: ExtractConfig, world: World) -> ExtractReport:
-    """Fill a cache, or finish one that an earlier run has begun.
+    """Fill a cache, finish one that an earlier run has begun, or add data to a finished one.
 
     Args:
         config: What to extract.
         world: This process; all ranks call this with the same configuration.
 
     Raises:
-        TargetError: the target cannot be loaded, or puts out NaN or Inf.
+        TargetError: the target cannot be loaded, or puts out NaN or Inf for too many samples.
         CorpusError: the data cannot be used.
         CacheError: the cache folder holds something else or cannot be written.
         ConfigError: a setting does not fit the target, or the disk is too small.
+        RankFailed: another rank failed; its own error says why.
     """
     with process_group(world):
-        tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
-        if world.is_main:
-            corpus = load_corpus(config.corpus, tokenizer)
-            manifest = prepare(config, tokenizer, corpus)
-            barrier()
-        else:
-            barrier()  # the main rank has kept the tokens by now
-            corpus = load_corpus(config.corpus, tokenizer, show=False)
-            manifest = load_manifest(config.out)
-            _check_same_corpus(corpus, manifest)
-        return _run(config, world, corpus, manifest)
+        board = Board(world, "extract")
+        with board.telling_failure():
+            corpus, manifest = _prepared(config, world, board)
+            units = _units(config, corpus, manifest, board)
+            with stop_signals() as stop:
+                run = _Run(config, corpus, manifest, board, stop)
+                return _conclude(run, units, _work(run, units))
 
 
-def _check_same_corpus(corpus: TokenizedCorpus, manifest: Manifest) -> None:
-    if corpus.digest != manifest.identity.corpus_digest:
+def _prepared(config: ExtractConfig, world: World, board: Board) -> tuple[TokenizedCorpus, Manifest]:
+    tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    if world.is_main:
+        corpus = load_corpus(config.corpus, tokenizer)
+        manifest = prepare(config, tokenizer, corpus)
+        board.meet("prepared")
+        return corpus, manifest
+    board.meet("prepared")  # the main rank has kept the tokens by now
+    corpus, manifest = load_corpus(config.corpus, tokenizer, show=False), load_manifest(config.out)
+    if corpus.digest not in manifest.corpora:
         raise CacheMismatch(
             f"this rank reads another corpus ({corpus.digest}) than the main rank "
-            f"({manifest.identity.corpus_digest}); give every node the same data"
+            f"({manifest.corpora[-1]}); give every node the same data"
         )
+    return corpus, manifest
 
 
-def _run(config: ExtractConfig, world: World, corpus: TokenizedCorpus, manifest: Manifest) -> ExtractReport:
-    units, started, waited = _units(config, world, corpus, manifest), time.perf_counter(), 0.0
-    if units:
-        waited = _run_units(config, world, corpus, manifest, units)
-    barrier()
-    seconds = time.perf_counter() - started
-    totals = torch.tensor([sum(u.tokens for u in units), sum(u.padded_tokens for u in units)])
-    new, padded = sum_over_ranks(totals.to(device_of(world))).tolist()
-    if world.is_main:
-        manifest = finalize(config.out)
-    layouts = load_index(config.out, manifest).layouts
-    return ExtractReport(
-        cache=config.out,
-        samples=sum(layout.samples for layout in layouts),
-        tokens=sum(layout.tokens for layout in layouts),
-        bytes=sum(layout.file_size for layout in layouts),
-        new_tokens=new,
-        seconds=seconds,
-        pad_share=1 - new / padded if padded else 0.0,
-        disk_wait_share=waited / seconds,
-        dropped=manifest.dropped,
+def _units(config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, board: Board) -> list[Unit]:
+    """What is not yet committed; the same on every rank."""
+    done = np.concatenate(
+        [load_index(config.out, manifest).ids, np.array([bad.id for bad in manifest.bad], np.uint64)]
     )
-
-
-def _units(config: ExtractConfig, world: World, corpus: TokenizedCorpus, manifest: Manifest) -> list[Unit]:
-    """This rank's part of what is not yet committed."""
-    committed = load_index(config.out, manifest).ids
-    barrier()  # no rank may commit before all have looked
     edges, per_token = manifest.identity.bucket_edges, manifest.identity.bytes_per_token
-    batches = remaining(
-        batches_of(corpus.lengths, corpus.ids, edges, config.tokens_per_batch), corpus.ids, committed
-    )
-    check_space(
-        config.out, corpus.lengths[np.concatenate(batches)] if batches else [], per_token, force=config.force
-    )
+    batches = batches_of(corpus.lengths, corpus.ids, edges, config.tokens_per_batch)
+    batches = remaining(batches, corpus.ids, done)
+    if board.world.is_main and batches:
+        check_space(config.out, corpus.lengths[np.concatenate(batches)], per_token, force=config.force)
+    board.meet("planned")  # no rank may commit before all have looked
     limit = max(config.shard_bytes // per_token, 1)
-    return units_for(plan_units(batches, corpus.lengths, edges, limit, world), world)
+    return plan_units(batches, corpus.lengths, edges, limit, board.world.size)
 
 
-def _run_units(
-    config: ExtractConfig, world: World, corpus: TokenizedCorpus, manifest: Manifest, units: Sequence[Unit]
-) -> float:
-    """Extract units one after another; returns the seconds spent waiting for the disk."""
+class _Patience:
+    """Runs out some seconds after it is first asked for."""
+
+    def __init__(self) -> None:
+        self._end: float | None = None
+
+    def exhausted(self) -> bool:
+        now = time.monotonic()
+        self._end = self._end or now + _PATIENCE_S
+        return now > self._end
+
+
+@dataclass
+class _Run:
+    """What a rank works with."""
+
+    config: ExtractConfig
+    corpus: TokenizedCorpus
+    manifest: Manifest
+    board: Board
+    stop: StopFlag
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal has come to any rank; one that came to this rank is passed on.
+
+        Raises:
+            RankFailed: another rank failed.
+        """
+        self.board.check()
+        if self.stop.name is not None:
+            self.board.ask_to_stop(self.stop.name)
+        return self.board.stop_asked() is not None
+
+    def wait_for_others(self, show: Callable[[], None]) -> None:
+        """Wait until every rank has done its part, passing a signal on meanwhile.
+
+        Raises:
+            RankFailed: another rank failed, or does not answer a request to stop.
+        """
+        patience = _Patience()
+
+        def meanwhile() -> None:
+            show()
+            if self.asked_to_stop() and patience.exhausted():
+                raise RankFailed(
+                    f"stopped by {self.board.stop_asked()}, but another rank has not answered for "
+                    f"{_PATIENCE_S:.0f} s and may be dead; run the same command again to go on"
+                )
+
+        self.board.meet("worked", meanwhile)
+
+    def check_bad(self, bad: Sequence[BadSample]) -> None:
+        """Count bad samples of all ranks.
+
+        Raises:
+            TargetError: they are more than `max_bad` allows; tells of the last one.
+        """
+        if not bad:
+            return
+        count, expected = self.board.add("bad", len(bad)), self.manifest.expected_samples
+        if count > self.config.max_bad * expected or count > MAX_BAD_SAMPLES:
+            raise TargetError(
+                f"{bad[-1].text()}; {count:,} of {expected:,} samples are bad, more than --max-bad "
+                f"{self.config.max_bad:g}; try --dtype float32, or allow more"
+            )
+
+
+@dataclass
+class _Done:
+    """What one rank did."""
+
+    samples: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    halved: int = 0
+    waited: float = 0.0
+    """Seconds of waiting for the disk."""
+    seconds: float = 0.0
+    """From the first batch until all ranks were done."""
+    bad: list[BadSample] = field(default_factory=list)
+
+
+def _work(run: _Run, units: Sequence[Unit]) -> _Done:
+    """Take units until none is left or a stop is asked for, then wait for the other ranks."""
+    done, started, board = _Done(), time.perf_counter(), run.board
+    label = "extract" if board.world.size == 1 else f"extract on {board.world.size} ranks"
+    with Progress(label, sum(u.tokens for u in units), enabled=board.world.is_main) as progress:
+
+        def show() -> None:
+            progress.advance(board.add("tokens", 0) - progress.done, f"{pad_share(units):.1%} padding")
+
+        if units:
+            _extract_units(run, units, show, done)
+        run.wait_for_others(show)
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+def _extract_units(run: _Run, units: Sequence[Unit], show: Callable[[], None], done: _Done) -> None:
+    config, world = run.config, run.board.world
     target = TruncatedTarget(
         config.target,
-        manifest.identity.taps,
+        run.manifest.identity.taps,
         dtype=DTYPES[config.dtype],
         device=device_of(world),
         trust_remote_code=config.trust_remote_code,
     )
-    share = "" if world.size == 1 else f" (rank 0 of {world.size})"
-    progress = Progress(f"extract{share}", sum(unit.tokens for unit in units), enabled=world.is_main)
-    note = f"{pad_share(units):.1%} padding"
-    with CacheWriter(config.out, manifest, f"rank{world.rank}", _NO_LIMIT) as writer:
-        with progress, Sink(writer) as sink:
-            for unit in units:
-                for rows in unit.batches:
-                    sink.write(list(capture_batch(target, corpus, rows)))
-                    progress.advance(int(corpus.lengths[rows].sum()), note)
+    capturer = Capturer(target, run.corpus)
+    with (
+        CacheWriter(config.out, run.manifest, f"rank{world.rank}", _NO_LIMIT) as writer,
+        Sink(writer) as sink,
+    ):
+
+        def settle(flights: Sequence[InFlight], *, commit: bool) -> None:
+            for flight in flights:
+                captured = capturer.finish(flight)
+                sink.write(captured.samples)
+                done.bad += captured.bad
+                run.check_bad(captured.bad)
+                done.samples += len(captured.samples)
+                done.tokens += sum(len(sample.input_ids) for sample in captured.samples)
+                run.board.add("tokens", sum(flight.lengths))
+            if commit:
                 sink.commit()
-        return sink.waited_s
+            show()
+
+        before: tuple[list[InFlight], bool] = ([], False)
+        for rows, ends_unit in _batches_in_turn(run, units):
+            flights = capturer.start(rows)
+            settle(before[0], commit=before[1])  # while the device is busy with the next one
+            before = (flights, ends_unit)
+        settle(before[0], commit=True)
+    done.padded_tokens, done.halved, done.waited = capturer.padded_tokens, capturer.halved, sink.waited_s
 
 
-def capture_batch(target: TruncatedTarget, corpus: TokenizedCorpus, rows: np.ndarray) -> Iterator[Sample]:
-    """Hidden states of some samples, on the CPU, without padding.
-
-    Raises:
-        TargetError: one of them holds NaN or Inf; names sample, layer and position.
-    """
-    examples = [corpus.example(int(row)) for row in rows]
-    lengths = [len(example.input_ids) for example in examples]
-    states = torch.empty(
-        (sum(lengths), len(target.taps), target.hidden_size), dtype=target.model.dtype, device=target.device
-    )
-    target.capture([example.input_ids for example in examples], states)
-    _check_finite(states, np.repeat(rows, lengths), target.taps, corpus)
-    parts = torch.split(states.cpu(), lengths)
-    for example, hidden in zip(examples, parts, strict=True):
-        yield Sample(example.id, example.input_ids, example.loss_mask, hidden)
+def _batches_in_turn(run: _Run, units: Sequence[Unit]) -> Iterator[tuple[np.ndarray, bool]]:
+    """Batches of the units that this rank takes, and whether one is the last of its unit."""
+    while (number := run.board.add("unit") - 1) < len(units):
+        batches = units[number].batches
+        for place, rows in enumerate(batches):
+            if run.asked_to_stop():
+                return
+            yield rows, place == len(batches) - 1
 
 
-def _check_finite(states: Tensor, rows: np.ndarray, taps: Sequence[int], corpus: TokenizedCorpus) -> None:
-    """Refuse NaN and Inf in states [T, K, H]; `rows` int64 [T] are the corpus rows of its tokens."""
-    bad = ~torch.isfinite(states).all(dim=-1)
-    if not bad.any():
-        return
-    token, tap = (int(number) for number in bad.nonzero()[0])
-    row = int(rows[token])
-    position = token - int(np.argmax(rows == row))
-    example = corpus.example(row)
-    name = f" ({example.name})" if example.name else ""
-    raise TargetError(
-        f"sample {example.id}{name}: the output of layer {taps[tap]} at position {position}, token "
-        f"{int(example.input_ids[position])}, holds NaN or Inf; try --dtype float32, or leave the sample out"
+def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
+    """Put together what all ranks did; the main rank completes the cache."""
+    config, board = run.config, run.board
+    board.post("done", asdict(done))
+    ranks = [
+        _Done(**{**one, "bad": [BadSample(**bad) for bad in one["bad"]]}) for one in board.collect("done")
+    ]
+    bad = [sample for one in ranks for sample in one.bad]
+    owed = sum(len(rows) for unit in units for rows in unit.batches)
+    stopped = board.stop_asked() if sum(one.samples for one in ranks) + len(bad) < owed else None
+
+    def finish() -> dict[str, Any]:
+        manifest = load_manifest(config.out) if stopped else finalize(config.out, bad)
+        layouts = load_index(config.out, manifest).layouts
+        return {
+            "samples": sum(layout.samples for layout in layouts),
+            "tokens": sum(layout.tokens for layout in layouts),
+            "bytes": sum(layout.file_size for layout in layouts),
+            "dropped": manifest.dropped,
+            "bad": len(manifest.bad),
+            "expected": manifest.expected_samples,
+        }
+
+    new, padded = sum(one.tokens for one in ranks), sum(one.padded_tokens for one in ranks)
+    return ExtractReport(
+        cache=config.out,
+        new_tokens=new,
+        seconds=max(one.seconds for one in ranks),
+        pad_share=1 - new / padded if padded else 0.0,
+        disk_wait_share=sum(one.waited for one in ranks) / sum(one.seconds for one in ranks),
+        halved=sum(one.halved for one in ranks),
+        stopped=stopped,
+        **board.shared("cache", finish),
     )

@@ -4,7 +4,8 @@
    into batches of neighbours: near-equal lengths need little padding. A batch never mixes buckets.
 2. Batches whose samples are committed are left out. Batches depend on the corpus alone, so a resumed run, on
    any number of ranks, computes the same ones as an undisturbed run, and with them the same numbers.
-3. Neighbouring batches of one bucket make a unit of about one shard. Ranks take units in turn.
+3. Neighbouring batches of one bucket make a unit of about one shard. A rank that is free takes the next unit,
+   so the longest are taken first and the shortest even out the end.
 
 Pure numpy: a plan of ten million samples takes seconds and no model.
 """
@@ -16,16 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash.world import World
-
 MAX_UNIT_SAMPLES = 1 << 19
 """Keeps a unit within one index fragment."""
 # In a small corpus the budget alone would put all lengths of a bucket into one batch. One large enough
 # to keep the device busy, a sixteenth of the budget, ends before more than this share of it is padding.
 _MOST_PADDING = 0.03
 _EVEN_AFTER = 16
-_UNITS_PER_RANK = 4
-"""At least, where there is that much work: ranks finish within a quarter of their share of each other."""
+_UNITS_PER_RANK = 16
+"""At least, where there is that much work: at the end no rank waits for more than a sixteenth of a share."""
 
 
 @dataclass(frozen=True)
@@ -110,18 +109,13 @@ def remaining(batches: Sequence[np.ndarray], ids: np.ndarray, committed: np.ndar
 
 
 def plan_units(
-    batches: Sequence[np.ndarray], lengths: np.ndarray, edges: Sequence[int], limit: int, world: World
+    batches: Sequence[np.ndarray], lengths: np.ndarray, edges: Sequence[int], limit: int, ranks: int
 ) -> list[Unit]:
     """Units for this many ranks: of about `limit` tokens, smaller where some rank would not get several."""
-    if world.size > 1:
+    if ranks > 1:
         total = sum(int(lengths[batch].sum()) for batch in batches)
-        limit = max(min(limit, total // (_UNITS_PER_RANK * world.size)), 1)
+        limit = max(min(limit, total // (_UNITS_PER_RANK * ranks)), 1)
     return units_of(batches, lengths, edges, limit)
-
-
-def units_for(units: Sequence[Unit], world: World) -> list[Unit]:
-    """The units of one rank: they are dealt in turn, so every rank gets some of each length."""
-    return list(units[world.rank :: world.size])
 
 
 def pad_share(units: Sequence[Unit]) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from dflash.cache.manifest import TARGET_CONFIG_NAME, Identity, Manifest, create_cache
+from dflash.cache.append import append_corpus
+from dflash.cache.manifest import MANIFEST_NAME, TARGET_CONFIG_NAME, Identity, Manifest, create_cache
 from dflash.cache.writer import sweep_uncommitted
-from dflash.errors import CorpusError
+from dflash.errors import CacheIncomplete, CorpusError
 from dflash.extract.chat import template_digest, tokenizer_digest
 from dflash.extract.mask_token import find_mask_token
 from dflash.extract.settings import ExtractConfig
@@ -35,13 +36,26 @@ def prepare(config: ExtractConfig, tokenizer: Any, corpus: TokenizedCorpus) -> M
             f"{facts.vocab_size} rows; the tokenizer is another model's"
         )
     identity = _identity(config, tokenizer, corpus, facts)
-    manifest = create_cache(config.out, Manifest(identity, len(corpus), dropped=corpus.dropped))
+    manifest = _opened(config, Manifest(identity, len(corpus), dropped=corpus.dropped), corpus)
     if manifest.complete:
         return manifest
     sweep_uncommitted(config.out)
     write_run_record(config.out, "extract", config.plain())
     _save_target_parts(config, tokenizer, facts, corpus)
     return manifest
+
+
+def _opened(config: ExtractConfig, manifest: Manifest, corpus: TokenizedCorpus) -> Manifest:
+    if config.append and (config.out / MANIFEST_NAME).is_file():
+        there = append_corpus(config.out, manifest, corpus.ids)
+    else:
+        there = create_cache(config.out, manifest)
+    if not there.complete and corpus.digest != there.corpora[-1]:
+        raise CacheIncomplete(
+            f"{config.out} still owes samples of data that was appended; "
+            "run the `dflash extract --append` that added it again first"
+        )
+    return there
 
 
 def _identity(config: ExtractConfig, tokenizer: Any, corpus: TokenizedCorpus, facts: TargetFacts) -> Identity:
@@ -67,8 +81,9 @@ def _identity(config: ExtractConfig, tokenizer: Any, corpus: TokenizedCorpus, fa
 def _save_target_parts(
     config: ExtractConfig, tokenizer: Any, facts: TargetFacts, corpus: TokenizedCorpus
 ) -> None:
-    mask = find_mask_token(tokenizer, facts.config, facts.vocab_size, corpus.tokens)
-    publish_json(config.out / TARGET_CONFIG_NAME, {"config": facts.config, "mask_token_id": mask})
+    if not (config.out / TARGET_CONFIG_NAME).is_file():  # appended data must not change the mask token
+        mask = find_mask_token(tokenizer, facts.config, facts.vocab_size, corpus.tokens)
+        publish_json(config.out / TARGET_CONFIG_NAME, {"config": facts.config, "mask_token_id": mask})
     if not (config.out / TOKENIZER_NAME).is_dir():
         part = config.out / f"{TOKENIZER_NAME}.part"
         shutil.rmtree(part, ignore_errors=True)

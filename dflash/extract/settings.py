@@ -39,6 +39,10 @@ class ExtractConfig:
     last_turn_only: bool = False
     column_map: tuple[tuple[str, str], ...] = ()
     trust_remote_code: bool = False
+    append: bool = False
+    """Add the data to a finished cache of another corpus."""
+    max_bad: float = 0.001
+    """Share of the samples that may be left out because of NaN or infinity."""
     force: bool = False
     """Start even where the disk cannot hold the result."""
 
@@ -61,6 +65,8 @@ class ExtractConfig:
                 f"--tokens-per-batch {self.tokens_per_batch} and the shard size {self.shard_bytes} "
                 "must be at least 1"
             )
+        if not 0 <= self.max_bad <= 1:
+            raise ConfigError(f"--max-bad {self.max_bad} is a share of the samples, from 0 to 1")
         self.corpus  # noqa: B018 - checks its own fields
 
     @classmethod

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from dflash.cache.manifest import (
     MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    BadSample,
     Identity,
     Manifest,
     bucket_name,
@@ -163,7 +165,7 @@ def test_any_flipped_bit_in_a_manifest_is_detected(tmp_path, data):
 
 
 def test_a_huge_manifest_is_refused_without_being_read(tmp_path):
-    (tmp_path / MANIFEST_NAME).write_bytes(b" " * (2 << 20))
+    (tmp_path / MANIFEST_NAME).write_bytes(b" " * (MAX_MANIFEST_BYTES + 1))
     with pytest.raises(CacheCorrupt, match="larger than"):
         load_manifest(tmp_path)
 
@@ -174,3 +176,15 @@ def test_a_bucket_is_the_first_edge_that_is_long_enough():
         with pytest.raises(CacheError, match="fits no bucket"):
             bucket_of(length, (4, 8, 16))
     assert bucket_name(256) == "len-00256"
+
+
+def test_later_keys_are_left_out_where_they_hold_nothing_and_come_back_where_they_do():
+    plain = make_manifest(3)
+    assert not {"appended", "bad"} & plain.to_json().keys()
+    bad = (BadSample(7, None, 2, 0, 5), BadSample(2**64 - 1, "row", 0, 3, 1))
+    full = replace(plain, appended=("a" * 64,), bad=bad)
+    assert Manifest.from_json(json.loads(json.dumps(full.to_json()))) == full
+    assert full.digest() == plain.digest()
+    for spoilt in ({"bad": [{"id": 1}]}, {"bad": [3]}, {"appended": [1]}, {"appended": "x"}):
+        with pytest.raises(CacheCorrupt, match=r"bad|appended|missing key"):
+            Manifest.from_json(full.to_json() | spoilt)

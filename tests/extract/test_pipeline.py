@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import socket
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from chat_families import dialogue, write_jsonl
+from extract_runs import same, samples_of
 from support import MASK, write_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash.cache.manifest import load_manifest
-from dflash.cache.reader import CacheReader
-from dflash.errors import CacheError, CacheMismatch, ConfigError, CorpusError, TargetError
-from dflash.extract import pipeline, prepare, space
+from dflash.errors import CacheError, CacheMismatch, ConfigError, CorpusError
+from dflash.extract import prepare, space
 from dflash.extract.pipeline import ExtractConfig, extract
 from dflash.head import HEAD_NAME, TargetHead
+from dflash.target import TruncatedTarget
 from dflash.world import World
 
 
@@ -47,20 +44,6 @@ def config(tmp_path, target, monkeypatch):
         tokens_per_batch=256,
         dtype="float32",
         shard_bytes=100_000,
-    )
-
-
-def samples_of(out, **options):
-    with CacheReader(out, **options) as reader:
-        return {s.id: s for s in reader.read(range(len(reader.index)))}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(
-        np.array_equal(one[key].input_ids, other[key].input_ids)
-        and np.array_equal(one[key].loss_mask, other[key].loss_mask)
-        and torch.equal(one[key].hidden_states, other[key].hidden_states)
-        for key in one
     )
 
 
@@ -119,17 +102,17 @@ def test_a_run_that_stopped_anywhere_goes_on_and_ends_with_the_same_states(confi
     """Bit for bit those of an undisturbed run; nothing that was committed is run again."""
     whole = replace(config, out=config.out.with_name("whole"))
     tokens = extract(whole, World()).tokens
-    capture, count = pipeline.capture_batch, iter(range(batches))
+    capture, count = TruncatedTarget.capture, iter(range(batches))
 
     def stopping(*args):
         if next(count, None) is None:
             raise KeyboardInterrupt
         return capture(*args)
 
-    monkeypatch.setattr(pipeline, "capture_batch", stopping)
+    monkeypatch.setattr(TruncatedTarget, "capture", stopping)
     with pytest.raises(KeyboardInterrupt):
         extract(config, World())
-    monkeypatch.setattr(pipeline, "capture_batch", capture)
+    monkeypatch.setattr(TruncatedTarget, "capture", capture)
     assert not load_manifest(config.out).complete
     done = sum(len(s.input_ids) for s in samples_of(config.out, allow_incomplete=True).values())
     report = extract(config, World())
@@ -139,7 +122,12 @@ def test_a_run_that_stopped_anywhere_goes_on_and_ends_with_the_same_states(confi
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"taps": (0, 2)}, "taps"), ({"dtype": "bfloat16"}, "dtype"), ({"min_supervised": 3}, "corpus_digest")],
+    [
+        ({"taps": (0, 2)}, "taps"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"min_supervised": 3}, "corpus_digest"),
+        ({"bucket_edges": (32, 128)}, "bucket_edges"),
+    ],
 )
 def test_another_identity_is_refused_naming_what_differs(config, change, named):
     extract(config, World())
@@ -163,24 +151,6 @@ def test_a_folder_of_something_else_is_refused(config):
     (config.out / "thesis.txt").write_text("")
     with pytest.raises(CacheError, match="not empty and not a cache"):
         extract(config, World())
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_and_inf_name_sample_layer_and_position(config, monkeypatch, value):
-    """The states of the second sample's third token are damaged behind layer 2."""
-    capture = pipeline.TruncatedTarget.capture
-
-    def damaged(self, sequences, out):
-        capture(self, sequences, out)
-        if len(sequences) > 1:
-            out[len(sequences[0]) + 3, 1, 7] = value
-
-    monkeypatch.setattr(pipeline.TruncatedTarget, "capture", damaged)
-    with pytest.raises(
-        TargetError, match=r"sample \d+ \(row-\d+\): the output of layer 2 at position 3, token \d+"
-    ):
-        extract(config, World())
-    assert not load_manifest(config.out).complete
 
 
 @pytest.mark.parametrize(
@@ -234,32 +204,3 @@ def test_default_bucket_edges_double_up_to_the_longest(config, length, edges):
 def test_flags_make_a_configuration(tmp_path):
     made = ExtractConfig.from_flags(target="t", data=("d",), out=tmp_path, shard_mb=2)
     assert (made.shard_bytes, made.edges[-1], made.taps) == (2 << 20, 3072, None)
-
-
-def _rank(config, world, port):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
-    torch.set_num_threads(1)
-    extract(config, world)
-
-
-def _free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # two imports of torch would cost more
-def test_two_ranks_extract_every_sample_once_with_the_same_states(config):
-    alone = replace(config, out=config.out.with_name("alone"))
-    extract(alone, World())
-    context, port = multiprocessing.get_context("fork"), _free_port()
-    ranks = [context.Process(target=_rank, args=(config, World(rank, 2, rank), port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-    assert [process.exitcode for process in ranks] == [0, 0]
-    assert load_manifest(config.out).complete
-    assert same(samples_of(config.out), samples_of(alone.out))
-    assert len({path.name.split("-")[0] for path in config.out.glob("index/*")}) == 2

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.extract.plan import Unit, batches_of, pad_share, plan_units, remaining, units_for, units_of
-from dflash.world import World
+from dflash.extract.plan import Unit, batches_of, pad_share, plan_units, remaining, units_of
 
 EDGES = (8, 16, 64)
 lengths_ = st.lists(st.integers(1, 64), max_size=80).map(lambda x: np.asarray(x, dtype=np.int32))
@@ -56,8 +55,7 @@ def test_ranks_share_what_is_left_exactly_once(lengths, limit, size, data):
     done = [batch for batch in batches if data.draw(st.booleans())]
     committed = ids[np.concatenate(done)] if done else np.empty(0, np.uint64)
     left = remaining(batches, ids, committed)
-    units = plan_units(left, lengths, EDGES, limit, World(0, size))
-    shared = [unit for rank in range(size) for unit in units_for(units, World(rank, size))]
+    shared = plan_units(left, lengths, EDGES, limit, size)
     assert flat_units(shared) == sorted(set(range(len(lengths))) - set(flat(done)))
     # What is computed together does not depend on what was done before: the numbers are the same to the bit.
     whole = {tuple(batch.tolist()) for batch in batches}
@@ -99,18 +97,22 @@ def test_padding_stays_low_in_a_small_corpus_too(count, most):
 def test_a_plan_of_nothing_is_empty():
     nothing = np.empty(0, dtype=np.int32)
     assert batches_of(nothing, nothing.astype(np.uint64), EDGES, 64) == []
-    assert plan_units([], nothing, EDGES, 10, World(1, 4)) == []
+    assert plan_units([], nothing, EDGES, 10, 4) == []
     assert pad_share([]) == 0.0
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_every_rank_gets_several_units_where_there_is_enough(size):
-    lengths = np.full(1000, 50, dtype=np.int32)
-    batches = batches_of(lengths, ids_of(lengths), EDGES, 100)
-    units = plan_units(batches, lengths, EDGES, 10**9, World(0, size))
-    shares = [sum(unit.tokens for unit in units_for(units, World(rank, size))) for rank in range(size)]
-    assert len(units) >= (1 if size == 1 else 4 * size)
-    assert max(shares) <= 1.3 * min(shares)
+@pytest.mark.parametrize("size", [2, 8])
+def test_units_are_small_enough_to_even_out_the_end(size):
+    """Taken one after another by whoever is free, longest first, they keep every rank busy to the end."""
+    lengths = np.random.default_rng(0).integers(10, 100, 3000).astype(np.int32)
+    batches = batches_of(lengths, ids_of(lengths), (64, 100), 200)
+    units = plan_units(batches, lengths, (64, 100), 10**9, size)
+    busy = np.zeros(size)
+    for unit in units:
+        busy[busy.argmin()] += unit.tokens
+    assert busy.max() <= 1.1 * busy.mean()
+    longest = [int(lengths[unit.batches[0]].max()) for unit in units]
+    assert longest == sorted(longest, reverse=True)
 
 
 def test_pad_share_counts_what_is_computed():
