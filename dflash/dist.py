@@ -110,6 +110,5 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
             raise SystemExit(first.exitcode) from None
         name = signal.Signals(-first.exitcode).name
         hint = ", perhaps for lack of memory" if name == "SIGKILL" else ""
-        raise SystemExit(
-            f"Error: rank {rank} was ended by {name}{hint}; the other ranks were stopped"
-        ) from None
+        sys.stderr.write(f"Error: rank {rank} was ended by {name}{hint}; the other ranks were stopped\n")
+        raise SystemExit(1) from None
