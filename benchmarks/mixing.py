@@ -1,6 +1,6 @@
 """How well samplers mix sequence lengths: ours, and those of other projects, on the same lengths.
 
-    .venv/bin/python benchmarks/mixing.py
+    .venv/bin/python benchmarks/mixing.py [PICTURE.png]
 
 17,457 log-normal lengths (median 600, sigma 0.9, 16 to 4,096 tokens) in 8 buckets of equal width, 8 ranks,
 one micro-batch of at most 16,384 tokens for each rank a step, one epoch. Total variation from the corpus's
@@ -9,7 +9,8 @@ one (`tv1`), over 30 micro-batches. `cost` is the busiest rank's work over the m
 add, `most` the largest micro-batch over the budget, which peers that count samples exceed.
 
 The peers live in `.venv-bench` beside this environment, whose torch, numpy and transformers they use; it is
-made on the first run. A peer that cannot be installed or run is left out with the reason.
+made on the first run. A peer that cannot be installed or run is left out with the reason. The picture shows
+settings of ours on the same lengths when the longest samples arrive first.
 """
 
 from __future__ import annotations
@@ -27,12 +28,20 @@ import numpy as np
 from mixing_peers import PEERS
 
 from dflash.train.compare import FloatArray, MixFigures, Trace, figures, simulate, trace
+from dflash.train.mixplot import Panel, plot_mix
+from dflash.train.producer import arrange
 from dflash.train.sampler import Corpus, SamplerConfig
+from dflash.train.variants import parse_variant
 
 HERE = Path(__file__).resolve().parent
 VENV = HERE.parent / ".venv-bench"
 RANKS = 8
 SAMPLES = 17_457
+PICTURED = (
+    "sampler=fifo,compose=bucketed,min-ready=10,max-ready=60",
+    "sampler=shuffle,compose=bucketed,min-ready=30,max-ready=90",
+    "sampler=stratified,compose=mixed,min-ready=30,max-ready=90",
+)
 PACKAGES = {
     # Without dependencies: they would pull another torch, or clients of clouds that batching never calls.
     "lhotse": ["lhotse==1.33.0"],
@@ -121,6 +130,16 @@ def run_ours(corpus: Corpus, compose: str) -> Row:
     return row_of(*simulate(corpus, config, draws=epoch // RANKS * RANKS, ranks=RANKS))
 
 
+def plot(path: Path, corpus: Corpus) -> None:
+    """Draw what two settings of a live queue, and ours, make of a source that delivers the longest first."""
+    arriving = arrange(corpus, "longest-first")
+    panels = []
+    for text in PICTURED:
+        found, quota = simulate(arriving, parse_variant(text).config, draws=900, ranks=RANKS)
+        panels.append(Panel(text, found.draws, quota))
+    plot_mix(path, panels, corpus.bucket_edges)
+
+
 def line(name: str, row: Row | str) -> str:
     """A row of the table."""
     if isinstance(row, str):
@@ -146,6 +165,8 @@ def main() -> None:
         for name in PEERS:
             rows[name] = run_peer(name, corpus, config, Path(folder))
             print(line(name, rows[name]), flush=True)
+    if len(sys.argv) > 1:
+        plot(Path(sys.argv[1]), corpus)
     print(json.dumps(result(rows)))
 
 
