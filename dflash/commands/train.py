@@ -23,6 +23,11 @@ from dflash.commands.common import PATH, config_option, nproc_option, options, s
     click.option(
         "--gamma", type=float, help="Decay of slot weights.  [default: 7, 5, 4 for blocks of 16, 10, 8]"
     ),
+    click.option(
+        "--sampled-softmax",
+        type=int,
+        help="Tokens drawn to compete with a micro-batch's labels.  [default: the whole vocabulary]",
+    ),
     click.option("--sampler", default="stratified", show_default=True, help="stratified, shuffle or fifo."),
     click.option("--compose", default="mixed", show_default=True, help="mixed or bucketed micro-batches."),
     click.option(

@@ -103,6 +103,8 @@ class PackedBatch:
     """Ids of the samples, for error messages and the record."""
     tokens: int
     """Tokens of the samples, as the sampler counts them."""
+    negatives: Tensor | None = None
+    """Tokens that compete with the labels in a sampled softmax, int64; None for the whole vocabulary."""
 
     @property
     def blocks(self) -> int:
@@ -131,6 +133,7 @@ class PackedBatch:
             counted=change(self.counted),
             layout=BlockLayout(start, end, self.layout.groups),
             buckets=change(self.buckets),
+            negatives=None if self.negatives is None else change(self.negatives),
         )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

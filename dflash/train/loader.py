@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
+from dflash.train.candidates import draw_negatives
 from dflash.train.sampler import Sampler, SamplerState, Step, batches_for
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class BlockPlan(NamedTuple):
 
     anchors: AnchorConfig
     shape: BlockShape
+    negatives: int | None = None
+    """Tokens drawn for each micro-batch's softmax; None for the whole vocabulary."""
 
 
 class StepLoader:
@@ -124,6 +127,10 @@ class StepLoader:
         buckets = self._reader.index.buckets[rows].tolist()
         docs = documents(samples, [draw.epoch for draw in slot], buckets, self._blocks.anchors)
         batch = pack(docs, self._blocks.shape)
+        if self._blocks.negatives is not None:
+            vocab_size, seed = self._reader.manifest.identity.vocab_size, self._blocks.anchors.seed
+            drawn = draw_negatives(self._blocks.negatives, vocab_size, seed, batch.samples)
+            batch = replace(batch, negatives=torch.from_numpy(drawn))
         return batch.pin() if self._device.type == "cuda" else batch
 
     def _draws(self, step: Step) -> np.ndarray:

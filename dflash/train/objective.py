@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dflash.drafter import Drafter
     from dflash.head import TargetHead
     from dflash.train.batches import PackedBatch
+from dflash.train.candidates import candidates
 
 LOGIT_ROWS = 256
 """Positions whose logits exist at once: large enough for the matrix product, small enough to stay cheap."""
@@ -37,6 +38,8 @@ class ObjectiveConfig:
     """`ce`: cross-entropy to the data's tokens, the paper's loss."""
     gamma: float | None = None
     """Decay of the slot weights; by the paper's values when None (7, 5, 4 for blocks of 16, 10, 8)."""
+    sampled_softmax: int | None = None
+    """Tokens drawn to compete with the labels of a micro-batch; the whole vocabulary when None."""
 
     def __post_init__(self) -> None:
         """Refuse what is no loss.
@@ -48,6 +51,10 @@ class ObjectiveConfig:
             raise ConfigError(f"--loss {self.loss!r} is unknown; use ce")
         if self.gamma is not None and self.gamma <= 0:
             raise ConfigError(f"--gamma {self.gamma} must be positive")
+        if self.sampled_softmax is not None and self.sampled_softmax < 1:
+            raise ConfigError(
+                f"--sampled-softmax is {self.sampled_softmax}; draw at least 1 token, or leave it out"
+            )
 
     def slot_weights(self) -> Tensor:
         """`w_k` for k = 1..B-1, float32 `[B-1]`."""
@@ -91,44 +98,68 @@ class HeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, lm_head: Tensor, labels: Tensor, softcap: float | None
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        labels: Tensor,
+        softcap: float | None,
+        shift: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`hidden [P, H]`, `lm_head [V, H]`, `labels [P]` -> CE `[P]` float32 and correct `[P]` bool."""
+        """Loss of each position.
+
+        Args:
+            ctx: Of the operation.
+            hidden: `[P, H]`.
+            lm_head: `[V, H]`, or the rows that compete.
+            labels: Place of the right row, `[P]`.
+            softcap: Logits become `cap * tanh(logits / cap)`.
+            shift: Added to the logits of each row, `[V]`.
+
+        Returns:
+            Cross-entropy `[P]` in float32, and whether the label has the highest logit, bool `[P]`.
+        """
         rows = hidden.to(lm_head.dtype)
         loss = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(rows)
         for start in range(0, len(labels), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
-            loss[part], correct[part], gradient[part] = _chunk(rows[part], lm_head, labels[part], softcap)
+            logits = _shifted(_capped(rows[part] @ lm_head.T, softcap), shift)
+            loss[part], correct[part], slope = _softmax_loss(logits, labels[part])
+            if softcap is not None:
+                raw = logits.float() if shift is None else logits - shift
+                slope *= 1 - (raw / softcap).square()
+            gradient[part] = slope.to(rows.dtype) @ lm_head
         ctx.save_for_backward(gradient)
         ctx.hidden_dtype = hidden.dtype
         ctx.mark_non_differentiable(correct)
         return loss, correct
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Scale the saved rows by the gradient of each position's loss."""
         (gradient,) = ctx.saved_tensors
-        return (gradient.float() * upstream[0][:, None]).to(ctx.hidden_dtype), None, None, None
+        return (gradient.float() * upstream[0][:, None]).to(ctx.hidden_dtype), None, None, None, None
 
 
-def _chunk(
-    rows: Tensor, lm_head: Tensor, labels: Tensor, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits = rows @ lm_head.T  # [p, V]
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _shifted(logits: Tensor, shift: Tensor | None) -> Tensor:
+    return logits if shift is None else logits.float() + shift
+
+
+def _softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, correctness, and the loss's slope `softmax - onehot` with respect to logits `[p, V]`."""
     probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
     index = labels[:, None]
     best_probability, best = probabilities.max(dim=-1, keepdim=True)
     # log p(label) = z(label) - z(best) + log p(best): p(best) >= 1/V, while p(label) itself may underflow
     gap = logits.gather(1, index).float() - logits.gather(1, best).float()
     loss = -(gap + best_probability.log())[:, 0]
-    probabilities.scatter_add_(1, index, probabilities.new_full(index.shape, -1.0))
-    if softcap is not None:
-        probabilities *= 1 - (logits.float() / softcap).square()
-    return loss, (best == index)[:, 0], probabilities.to(rows.dtype) @ lm_head
+    slope = probabilities.scatter_add_(1, index, probabilities.new_full(index.shape, -1.0))
+    return loss, (best == index)[:, 0], slope
 
 
 class DraftingLoss(nn.Module):
@@ -162,10 +193,17 @@ class DraftingLoss(nn.Module):
         counted = batch.counted
         # only counted slots reach the lm_head: [A, B-1, H] -> [P, H]
         positions = hidden[:, 1:][counted]
-        ce, hit = HeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            positions, self.head.lm_head, batch.labels[counted], self.head.facts.logit_softcap
-        )
+        ce, hit = self._cross_entropy(positions, batch.labels[counted], batch.negatives)
         return self._sums(batch, ce, hit)
+
+    def _cross_entropy(
+        self, hidden: Tensor, labels: Tensor, negatives: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        lm_head, cap, shift = self.head.lm_head, self.head.facts.logit_softcap, None
+        if negatives is not None:
+            rows, labels, shift = candidates(labels, negatives, len(lm_head))
+            lm_head = lm_head[rows]
+        return HeadCrossEntropy.apply(hidden, lm_head, labels, cap, shift)  # type: ignore[no-untyped-call,no-any-return]
 
     def _sums(self, batch: PackedBatch, ce: Tensor, hit: Tensor) -> LossSums:
         counted = batch.counted

@@ -31,7 +31,7 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
         out=out,
         network=NetworkConfig(f["layers"], f["block_size"], f["mask_token_id"]),
         anchors=AnchorConfig(f["anchors"], f["anchor_density"], f["seed"]),
-        objective=ObjectiveConfig(f["block_size"], f["loss"], f["gamma"]),
+        objective=ObjectiveConfig(f["block_size"], f["loss"], f["gamma"], f["sampled_softmax"]),
         sampler=SamplerConfig(
             policy=f["sampler"],
             compose=f["compose"],

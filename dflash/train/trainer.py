@@ -176,7 +176,8 @@ class _Run:
         self.device = device_of(world)
         identity = reader.manifest.identity
         network = drafter_config(config.network, reader.cache, reader.manifest)
-        self.blocks = BlockPlan(config.anchors, BlockShape(network.block_size, network.mask_token_id))
+        shape = BlockShape(network.block_size, network.mask_token_id)
+        self.blocks = BlockPlan(config.anchors, shape, config.objective.sampled_softmax)
         network = replace(
             network,
             input_embedding_scale=head.facts.embed_scale,
