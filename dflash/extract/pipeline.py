@@ -19,7 +19,8 @@ import numpy as np
 
 from dflash.board import Board
 from dflash.cache.index import load_index
-from dflash.cache.manifest import BadSample, Manifest, load_manifest
+from dflash.cache.manifest import BadSample, Manifest, bucket_of, load_manifest
+from dflash.cache.speeds import save_speeds
 from dflash.cache.writer import CacheWriter, finalize
 from dflash.dist import device_of, process_group
 from dflash.errors import CacheMismatch, RankFailed, TargetError
@@ -183,6 +184,13 @@ class _Done:
     seconds: float = 0.0
     """From the first batch until all ranks were done."""
     bad: list[BadSample] = field(default_factory=list)
+    laps: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Tokens and seconds by the edge of their bucket."""
+
+    def lap(self, edge: int, tokens: int, seconds: float) -> None:
+        """Count a batch of one bucket."""
+        before = self.laps.get(str(edge), (0, 0.0))
+        self.laps[str(edge)] = (before[0] + tokens, before[1] + seconds)
 
 
 def _work(run: _Run, units: Sequence[Unit]) -> _Done:
@@ -230,10 +238,15 @@ def _extract_units(run: _Run, units: Sequence[Unit], show: Callable[[], None], d
             show()
 
         before: tuple[list[InFlight], bool] = ([], False)
+        edges = run.manifest.identity.bucket_edges
         for rows, ends_unit in _batches_in_turn(run, units):
+            started = time.perf_counter()
             flights = capturer.start(rows)
             settle(before[0], commit=before[1])  # while the device is busy with the next one
             before = (flights, ends_unit)
+            lengths = run.corpus.lengths[rows]  # all of one bucket, as most likely those before them
+            edge = edges[bucket_of(int(lengths[0]), edges)]
+            done.lap(edge, int(lengths.sum()), time.perf_counter() - started)
         settle(before[0], commit=True)
     done.padded_tokens, done.halved, done.waited = capturer.padded_tokens, capturer.halved, sink.waited_s
 
@@ -261,6 +274,7 @@ def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
 
     def finish() -> dict[str, Any]:
         manifest = load_manifest(config.out) if stopped else finalize(config.out, bad)
+        save_speeds(config.out, _speeds(ranks))
         layouts = load_index(config.out, manifest).layouts
         return {
             "samples": sum(layout.samples for layout in layouts),
@@ -282,3 +296,12 @@ def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
         stopped=stopped,
         **board.shared("cache", finish),
     )
+
+
+def _speeds(ranks: Sequence[_Done]) -> dict[int, float]:
+    """A rank's tokens a second in each bucket, by edge, averaged over the ranks that met it."""
+    speeds = {}
+    for edge in sorted({edge for one in ranks for edge in one.laps}, key=int):
+        laps = [one.laps[edge] for one in ranks if edge in one.laps]
+        speeds[int(edge)] = sum(tokens for tokens, _ in laps) / sum(seconds for _, seconds in laps)
+    return speeds

@@ -9,10 +9,11 @@ from typing import Any
 
 from dflash.cache.index import load_index
 from dflash.cache.manifest import Manifest, load_manifest
+from dflash.cache.speeds import load_speeds
 from dflash.errors import CacheError, ConfigError
 from dflash.train.compare import FloatArray, MixFigures, Spread, Trace, figures, simulate
 from dflash.train.mixplot import Panel, check_plot, plot_mix
-from dflash.train.producer import arrange, recorded_speeds, thin
+from dflash.train.producer import arrange, thin
 from dflash.train.runs import bucket_losses
 from dflash.train.sampler import Corpus
 from dflash.train.variants import DEFAULT_TEXTS, Variant, parse_variant
@@ -108,7 +109,7 @@ def preview(config: PreviewConfig) -> Preview:
     manifest = load_manifest(config.cache)
     corpus = open_corpus(config.cache, manifest)
     losses = None if config.losses is None else bucket_losses(config.losses, corpus.bucket_edges)
-    speeds = recorded_speeds(config.cache, corpus.bucket_edges)
+    speeds = load_speeds(config.cache, corpus.bucket_edges)
     rows, panels = [], []
     for variant in variants:
         wanted = thin(corpus, config.draws * variant.config.tokens_per_batch)

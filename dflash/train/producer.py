@@ -11,9 +11,7 @@ tokens on average runs at a speed proportional to 1 / (a + b * L), the sampler's
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -83,16 +81,3 @@ def _finish_times(corpus: Corpus, speeds: Sequence[float]) -> npt.NDArray[np.flo
 
 def _rearranged(corpus: Corpus, rows: npt.NDArray[np.int64], what: str) -> Corpus:
     return Corpus(corpus.lengths[rows], corpus.buckets[rows], corpus.bucket_edges, f"{corpus.digest}, {what}")
-
-
-def recorded_speeds(cache: Path, edges: Sequence[int]) -> list[float] | None:
-    """Tokens a second of each bucket, `[buckets]`, from the extraction's record, or None where it has none.
-
-    The record is `speeds` in the cache's `run.json`, by bucket edge. A bucket that it lacks gets the slowest.
-    """
-    try:
-        recorded = json.loads((cache / "run.json").read_bytes())["speeds"]
-        speeds = {int(edge): float(speed) for edge, speed in recorded.items() if float(speed) > 0}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return [speeds.get(edge, min(speeds.values())) for edge in edges] if speeds else None

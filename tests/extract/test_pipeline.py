@@ -13,6 +13,7 @@ from support import MASK, write_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash.cache.manifest import load_manifest
+from dflash.cache.speeds import SPEEDS_NAME, load_speeds
 from dflash.errors import CacheError, CacheMismatch, ConfigError, CorpusError
 from dflash.extract import prepare, space
 from dflash.extract.pipeline import ExtractConfig, extract
@@ -87,6 +88,14 @@ def test_the_cache_holds_all_that_training_needs(config, target):
     assert manifest.complete
     assert manifest.identity.bucket_edges == (64, 128)
     assert not list(config.out.rglob("*.tmp"))
+
+
+def test_the_speed_of_each_bucket_is_recorded(config):
+    extract(config, World())
+    speeds = load_speeds(config.out, config.edges)
+    assert speeds is not None
+    assert min(speeds) > 0
+    assert list(json.loads((config.out / SPEEDS_NAME).read_text())) == ["128", "64"]
 
 
 def test_a_second_run_has_nothing_to_do(config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 
 import numpy as np
@@ -12,7 +11,7 @@ from corpora import COMBINATIONS, log_normal, make_corpus
 from dflash.errors import ConfigError
 from dflash.train.compare import Trace, figures, roughness, simulate, window_shares
 from dflash.train.mixmeter import MixMeter
-from dflash.train.producer import PRODUCERS, arrange, cost_speeds, recorded_speeds, thin
+from dflash.train.producer import PRODUCERS, arrange, cost_speeds, thin
 from dflash.train.sampler import Sampler, SamplerConfig, batches_for
 from dflash.world import World
 
@@ -117,19 +116,3 @@ def test_a_thinned_corpus_keeps_the_mix_and_no_bucket_is_lost() -> None:
 def test_shares_over_a_window_are_those_of_its_rows() -> None:
     draws = np.array([[1, 3], [3, 1], [4, 0]])
     assert window_shares(draws, 2).tolist() == [[0.5, 0.5], [0.875, 0.125]]
-
-
-@pytest.mark.parametrize(
-    ("record", "speeds"),
-    [
-        ({"speeds": {"256": 300, "1024": 100.0}}, [300.0, 100.0, 100.0]),
-        ({"speeds": {}}, None),
-        ({"speeds": [1, 2]}, None),
-        ({}, None),
-        (None, None),
-    ],
-)
-def test_speeds_come_from_the_extraction_where_it_recorded_them(tmp_path, record, speeds) -> None:
-    if record is not None:
-        (tmp_path / "run.json").write_text(json.dumps(record))
-    assert recorded_speeds(tmp_path, (256, 512, 1024)) == speeds
