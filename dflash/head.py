@@ -38,7 +38,7 @@ class HeadFacts:
     norm_eps: float = 1e-6
     """Epsilon of the final norm."""
     norm_unit_offset: bool = False
-    """Whether the final norm multiplies by `1 + weight` (Gemma)."""
+    """Whether the final norm multiplies by `1 + weight` (Gemma, Qwen3.5)."""
 
 
 @dataclass
@@ -134,7 +134,7 @@ def head_of(model: Any, final_norm: Any) -> TargetHead:
         embed_scale=embed_scale(embedding),
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         norm_eps=float(getattr(config, "rms_norm_eps", getattr(config, "layer_norm_eps", 1e-6))),
-        norm_unit_offset="gemma" in type(final_norm).__name__.lower(),
+        norm_unit_offset=norm_has_unit_offset(final_norm),
     )
     table = embedding.weight.detach()
     lm_head = table if output.weight.data_ptr() == table.data_ptr() else output.weight.detach()
@@ -158,6 +158,17 @@ def embed_scale(embedding: Any) -> float:
             "a DFlash drafter cannot be served with this target"
         )
     return 1.0 if abs(scale - 1.0) < 1e-3 else scale
+
+
+def norm_has_unit_offset(norm: Any) -> bool:
+    """Whether a norm multiplies by `1 + weight` (Gemma, Qwen3.5) and not by `weight`; found by looking."""
+    weight = norm.weight.detach().float()
+    given = torch.linspace(-1, 1, len(weight), device=weight.device)
+    with torch.no_grad():
+        output = norm(given.to(norm.weight.dtype)[None])[0].float()
+    normed = given / given.square().mean().sqrt()
+    errors = [(output - normed * factor).square().sum() for factor in (weight, weight + 1)]
+    return bool(errors[1] < errors[0])
 
 
 def _shapes(tensors: dict[str, Tensor]) -> str:

@@ -118,7 +118,7 @@ def inspect_target(name: str, *, revision: str | None = None, trust_remote_code:
     """
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
-    plain = _plain_config(text)
+    plain = _plain_config(config)
     return TargetFacts(
         name=name,
         revision=getattr(config, "_commit_hash", None) or revision,
@@ -131,8 +131,11 @@ def inspect_target(name: str, *, revision: str | None = None, trust_remote_code:
     )
 
 
-def _plain_config(text: Any) -> dict[str, Any]:
-    return {key: value for key, value in text.to_dict().items() if key not in _VOLATILE_KEYS}
+def _plain_config(config: Any) -> dict[str, Any]:
+    """The text model's configuration, and how the target is quantised, which may stand outside of it."""
+    plain = {k: v for k, v in config.get_text_config().to_dict().items() if k not in _VOLATILE_KEYS}
+    quantisation = config.to_dict().get("quantization_config")
+    return plain if quantisation is None else plain | {"quantization_config": quantisation}
 
 
 def _weights_digest(name: str, revision: str | None) -> str:
