@@ -65,8 +65,10 @@ def load_run(path: Path) -> Run:
         raise ConfigError(f"{path} is not a run: {record.name} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{record} is not the record of a run ({error!r})") from error
+    if "bucket_edges" not in config:
+        raise ConfigError(f"{record} is not the record of a `dflash train` of this version: no bucket_edges")
     steps = _load_steps(path / METRICS_NAME)
-    if not steps or "bucket_edges" not in config:
+    if not steps:
         raise ConfigError(f"{path} holds no steps of `dflash train`, so there is nothing to compare")
     return Run(path, config, steps)
 
