@@ -9,164 +9,37 @@ Dimensions: N target layers, K taps, H hidden size, V vocabulary rows, T tokens.
 
 from __future__ import annotations
 
-import json
-import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers.utils import cached_file
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from dflash.errors import TargetError
-from dflash.files import digest_file, digest_json
 from dflash.head import TargetHead, head_of
 from dflash.taps import check_taps
+from dflash.target_files import TargetFacts, inspect_target, load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_VOLATILE_KEYS = (
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "architectures",
-    "use_cache",
-)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True)
-class TargetFacts:
-    """What a target is, read from its files without loading weights."""
-
-    name: str
-    revision: str | None
-    config: dict[str, Any]
-    """The text model's configuration."""
-    config_digest: str
-    weights_digest: str
-    num_layers: int
-    """N."""
-    hidden_size: int
-    """H."""
-    vocab_size: int
-    """V, rows of the embedding."""
-
-
-def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The target's Transformers configuration.
-
-    Raises:
-        TargetError: there is no such model here or on the hub.
-    """
-    with _one_line_errors(name):
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-
-
-def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The target's tokenizer.
-
-    Raises:
-        TargetError: there is none.
-    """
-    with _one_line_errors(name):
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-
-
-@contextmanager
-def _one_line_errors(name: str) -> Iterator[None]:
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise TargetError(
-            f"cannot load the target {name!r}: {reason}; give a model folder or a hub name"
-        ) from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-
-
-def _load(kind: Any, name: str, **options: Any) -> Any:
-    """Load a frozen model. Weights that its files lack are an error: Transformers would make them up."""
-    with _one_line_errors(name):
-        model, report = kind.from_pretrained(name, output_loading_info=True, **options)
-    if lacking := sorted(report["missing_keys"]):
-        raise TargetError(
-            f"the target {name!r} lacks {len(lacking)} weights, e.g. {lacking[0]}; its files are incomplete"
-        )
-    return model.eval().requires_grad_(False)
-
-
-def inspect_target(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetFacts:
-    """Identify a target by content: moving or renaming its folder changes nothing.
-
-    Raises:
-        TargetError: it cannot be found, or holds no weight files.
-    """
-    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
-    plain = _plain_config(config)
-    return TargetFacts(
-        name=name,
-        revision=getattr(config, "_commit_hash", None) or revision,
-        config=plain,
-        config_digest=digest_json(plain),
-        weights_digest=_weights_digest(name, revision),
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-    )
-
-
-def _plain_config(config: Any) -> dict[str, Any]:
-    """The text model's configuration, and how the target is quantised, which may stand outside of it."""
-    plain = {k: v for k, v in config.get_text_config().to_dict().items() if k not in _VOLATILE_KEYS}
-    quantisation = config.to_dict().get("quantization_config")
-    return plain if quantisation is None else plain | {"quantization_config": quantisation}
-
-
-def _weights_digest(name: str, revision: str | None) -> str:
-    files = _weight_files(name, revision)
-    with ThreadPoolExecutor() as pool:
-        return digest_json(sorted(pool.map(_file_identity, files)))
-
-
-def _file_identity(path: Path) -> str:
-    # The hub's cache names its blobs by their sha256, so they need not be read again.
-    blob = path.resolve().name
-    return blob if _SHA256.fullmatch(blob) else digest_file(path)
-
-
-def _weight_files(name: str, revision: str | None) -> list[Path]:
-    """Paths of the target's weight files, downloaded if need be."""
-    folder = Path(name)
-    if folder.is_dir():
-        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-        if not files:
-            raise TargetError(f"the target folder {name} holds no *.safetensors or *.bin weights")
-        return files
-    with _one_line_errors(name):
-        index = cached_file(name, "model.safetensors.index.json", revision=revision, **_QUIET)
-        if index is None:
-            return [Path(cached_file(name, "model.safetensors", revision=revision))]
-        parts = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-        return [Path(cached_file(name, part, revision=revision)) for part in parts]
-
-
-_QUIET = {"_raise_exceptions_for_missing_entries": False}
+__all__ = [
+    "DTYPES",
+    "Target",
+    "TargetFacts",
+    "TruncatedTarget",
+    "decoder_layers",
+    "final_norm",
+    "inspect_target",
+    "load_config",
+    "load_head",
+    "load_tokenizer",
+    "tapped",
+    "truncated_config",
+]
 
 
 def truncated_config(config: Any, layers: int) -> Any:
@@ -218,7 +91,9 @@ def load_head(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False)
         TargetError: the target cannot be loaded or its embedding cannot serve a drafter.
     """
     config = truncated_config(load_config(name, trust_remote_code=trust_remote_code), 1)
-    model = _load(AutoModelForCausalLM, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_model(
+        AutoModelForCausalLM, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     return head_of(model, final_norm(model.get_decoder(), config.get_text_config().hidden_size))
 
 
@@ -268,7 +143,7 @@ class TruncatedTarget:
         check_taps(taps, config.get_text_config().num_hidden_layers)
         depth = taps[-1] + 1
         config = truncated_config(config, depth)
-        model = _load(AutoModel, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = load_model(AutoModel, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
         self.model = model.to(device)
         self.taps, self.device = taps, device
         self.hidden_size = int(config.get_text_config().hidden_size)
@@ -322,7 +197,7 @@ class Target:
         device: torch.device,
         trust_remote_code: bool = False,
     ) -> None:
-        model = _load(AutoModelForCausalLM, name, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = load_model(AutoModelForCausalLM, name, dtype=dtype, trust_remote_code=trust_remote_code)
         self.model = model.to(device)
         text = model.config.get_text_config()
         check_taps(taps, text.num_hidden_layers)

@@ -135,7 +135,7 @@ nproc_option = click.option(
 )
 
 pair_options = options(
-    click.option("--target", required=True, help="Folder or hub name of the target model."),
+    click.option("--target", required=True, help="Folder, GGUF file or hub name of the target model."),
     click.option("--drafter", required=True, type=PATH, help="Run, checkpoint, or drafter folder."),
     click.option("--max-new-tokens", default=128, show_default=True, help="Longest answer."),
     click.option("--temperature", default=0.0, show_default=True, help="0 is greedy."),

@@ -21,7 +21,7 @@ from dflash.commands.common import (
 @click.command()
 @options(
     config_option,
-    click.option("--target", required=True, help="Folder or hub name of the target model."),
+    click.option("--target", required=True, help="Folder, GGUF file or hub name of the target model."),
     click.option(
         "--data", required=True, multiple=True, help="Conversations: file, folder, pattern or data set."
     ),
