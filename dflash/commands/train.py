@@ -45,6 +45,7 @@ from dflash.commands.common import PATH, config_option, nproc_option, options, s
     ),
     click.option("--epochs", type=int, help="Passes over the cache.  [default: 6, or until --max-steps]"),
     click.option("--max-steps", type=int, help="Optimizer steps; the schedule ends there."),
+    click.option("--optimizer", default="adamw", show_default=True, help="adamw, or muon for the matrices."),
     click.option("--lr", default=6e-4, show_default=True, help="Peak learning rate."),
     click.option("--warmup", default=0.04, show_default=True, help="Share of the run with a rising rate."),
     click.option("--save-every", default=500, show_default=True, help="Steps between checkpoints."),

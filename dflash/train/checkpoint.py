@@ -24,6 +24,7 @@ from torch import Tensor
 from dflash.errors import CheckpointError
 from dflash.files import digest_file, digest_json, fsync_path, json_bytes
 from dflash.pretrained import CONFIG_NAME, WEIGHTS_NAME, write_drafter
+from dflash.train.optim import Optimizer, moments_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,6 @@ FOLDER = "checkpoints"
 STATE_NAME = "trainer.json"
 TENSORS_NAME = "trainer.safetensors"
 _DIGESTED = (CONFIG_NAME, WEIGHTS_NAME, TENSORS_NAME)
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -58,7 +58,7 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def save_checkpoint(
-    run: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, state: TrainState, *, keep: int = 3
+    run: Path, drafter: Drafter, optimizer: Optimizer, state: TrainState, *, keep: int = 3
 ) -> Path:
     """Write a checkpoint and, once it is in place, remove what it makes superfluous.
 
@@ -98,7 +98,7 @@ def _write_state(folder: Path, state: TrainState) -> None:
     (folder / STATE_NAME).write_bytes(json_bytes({**value, "digest": digest_json(value)}))
 
 
-def _tensors(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _tensors(drafter: Drafter, optimizer: Optimizer) -> dict[str, Tensor]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in drafter.named_parameters()}
     tensors = {f"master.{name}": parameter.detach() for parameter, name in names.items()}
     for parameter, values in optimizer.state.items():
@@ -153,7 +153,7 @@ def load_state(checkpoint: Path) -> TrainState:
         raise CheckpointError(f"{path} is not a training state ({error!r})") from error
 
 
-def restore(checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
+def restore(checkpoint: Path, drafter: Drafter, optimizer: Optimizer) -> None:
     """Put master weights and optimizer moments back, exactly.
 
     Raises:
@@ -175,7 +175,7 @@ def restore(checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer
             key: _take(tensors, f"optimizer.{name}.{key}", () if key == "step" else parameter.shape, path).to(
                 parameter.device
             )
-            for key in _MOMENTS
+            for key in moments_of(optimizer, parameter)
         }
     if tensors:
         raise CheckpointError(f"{path} holds unknown tensors, e.g. {min(tensors)}; it is of another drafter")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from dflash.errors import ConfigError
 
+OPTIMIZERS = ("adamw", "muon")
+
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay, as in the DFlash paper (arXiv 2602.06036)."""
+    """Linear warm-up and cosine decay; by default AdamW, as in the DFlash paper (arXiv 2602.06036)."""
 
+    optimizer: str = "adamw"
+    """`adamw`, or `muon` for the matrices (and AdamW for the rest)."""
     lr: float = 6e-4
     """Peak learning rate."""
     warmup: float = 0.04
@@ -33,6 +38,8 @@ class OptimConfig:
         Raises:
             ConfigError: names the value and its range.
         """
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"--optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
         if not self.lr > 0:
             raise ConfigError(f"--lr {self.lr} must be positive")
         if not 0 <= self.warmup < 1:
@@ -53,10 +60,54 @@ def lr_at(progress: float, config: OptimConfig) -> float:
     return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * through))
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the float32 parameters of `module`; fused where the device has it."""
+class MuonAdamW:
+    """Muon for the matrices, AdamW for norms and biases; to its users one optimizer.
+
+    Muon (Jordan et al., 2024) orthogonalises each matrix's momentum; its step is scaled to the size of an
+    AdamW step (Liu et al., 2025), so that the same learning rate and decay suit both.
+
+    Args:
+        matrices: Parameters of two dimensions.
+        vectors: All others.
+        config: Rate, decay and betas; Muon's momentum is 0.95.
+    """
+
+    def __init__(
+        self, matrices: list[nn.Parameter], vectors: list[nn.Parameter], config: OptimConfig
+    ) -> None:
+        muon = torch.optim.Muon(
+            matrices,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        adamw = torch.optim.AdamW(vectors, lr=config.lr, betas=config.betas, weight_decay=0.0)
+        self._parts = (muon, adamw)
+        self.param_groups: list[dict[str, Any]] = [*muon.param_groups, *adamw.param_groups]
+        # Both look their state up by parameter, so one mapping serves both.
+        self.state = muon.state = adamw.state
+
+    def step(self) -> None:
+        """Apply the gradients."""
+        for part in self._parts:
+            part.step()  # type: ignore[no-untyped-call]
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for part in self._parts:
+            part.zero_grad(set_to_none)
+
+
+Optimizer = torch.optim.Optimizer | MuonAdamW
+
+
+def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
+    """The optimizer over the float32 parameters of `module`; AdamW is fused where the device has it."""
     matrices = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
+    if config.optimizer == "muon":
+        return MuonAdamW(matrices, vectors, config)
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -64,7 +115,14 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def moments_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[str, ...]:
+    """Names of what the optimizer remembers of a parameter."""
+    if isinstance(optimizer, MuonAdamW) and parameter.ndim >= 2:
+        return ("momentum_buffer",)
+    return ("step", "exp_avg", "exp_avg_sq")
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Use this rate for the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr

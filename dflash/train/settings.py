@@ -42,7 +42,7 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
             max_ready=f["max_ready"],
             seed=f["seed"],
         ),
-        optim=OptimConfig(lr=f["lr"], warmup=f["warmup"]),
+        optim=OptimConfig(f["optimizer"], lr=f["lr"], warmup=f["warmup"]),
         epochs=epochs,
         max_steps=f["max_steps"],
         seed=f["seed"],

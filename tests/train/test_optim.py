@@ -10,7 +10,7 @@ from support import drafter_config
 
 from dflash.drafter import Drafter
 from dflash.errors import ConfigError
-from dflash.train.optim import OptimConfig, build_optimizer, lr_at, set_lr
+from dflash.train.optim import OptimConfig, build_optimizer, lr_at, moments_of, set_lr
 
 CONFIG = OptimConfig(lr=2.0, warmup=0.1, final_lr=0.25)
 
@@ -79,3 +79,32 @@ def test_the_rate_of_a_step_is_the_one_that_was_set():
 def test_settings_that_cannot_train_are_refused(settings, text):
     with pytest.raises(ConfigError, match=text):
         OptimConfig(**settings)
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest():
+    drafter = Drafter(drafter_config(attention_bias=True))
+    optimizer = build_optimizer(drafter, OptimConfig("muon", lr=1e-2))
+    set_lr(optimizer, 3e-3)
+    assert all(group["lr"] == 3e-3 for group in optimizer.param_groups)
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    for parameter in drafter.parameters():
+        parameter.grad = torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+        )
+    optimizer.step()
+    for name, parameter in drafter.named_parameters():
+        assert set(optimizer.state[parameter]) == set(moments_of(optimizer, parameter)), name
+        assert not torch.equal(parameter, before[name]), name
+    optimizer.zero_grad(set_to_none=True)
+    assert all(parameter.grad is None for parameter in drafter.parameters())
+
+
+def test_muon_steps_are_as_large_as_those_of_adamw():
+    torch.manual_seed(0)
+    module = torch.nn.Linear(64, 64)
+    before = module.weight.detach().clone()
+    optimizer = build_optimizer(module, OptimConfig("muon", lr=1e-2, weight_decay=0.0))
+    module.weight.grad, module.bias.grad = torch.randn(64, 64), torch.ones(64)
+    optimizer.step()
+    step = (module.weight.detach() - before).square().mean().sqrt()
+    assert 0.1e-2 < step < 0.3e-2  # 0.2 of the rate, as AdamW's updates measure in training

@@ -121,6 +121,16 @@ def crash() -> None:
     raise RuntimeError("the machine went down")
 
 
+def test_muon_resumes_bit_for_bit_too(cache, tmp_path, monkeypatch):
+    muon = tiny_config(cache, tmp_path / "whole", optim=OptimConfig("muon", lr=1e-3))
+    whole = train(muon, ALONE)
+    behind_step(monkeypatch, 3, interrupt(signal.SIGTERM))
+    halves = replace(muon, out=tmp_path / "halves")
+    assert train(halves, ALONE).steps == 3
+    resumed = train(replace(halves, resume=True), ALONE)
+    assert same(trained(whole.checkpoint), trained(resumed.checkpoint))
+
+
 def test_after_a_crash_repeated_steps_are_recorded_once(cache, finished, tmp_path, monkeypatch):
     config = tiny_config(cache, tmp_path / "run", save_every=2)
     behind_step(monkeypatch, 5, crash)
