@@ -10,6 +10,7 @@ import torch
 from target_families import FAMILIES, HIDDEN, LAYERS, VOCAB, write_family
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config, Qwen3_5Config
 
+from dflash import target as target_module
 from dflash.target import Target, TruncatedTarget, final_norm, inspect_target, load_head
 
 CPU = torch.device("cpu")
@@ -63,6 +64,56 @@ def test_truncated_taps_are_the_full_models_layers(folder_of, name, deepest):
     for tap in taps:
         expected = torch.cat([state[tap] for state in states])
         torch.testing.assert_close(out[:, tap], expected, atol=2e-5, rtol=1e-4, msg=f"layer {tap}")
+
+
+NOT_PACKABLE = {"qwen3.5", "gpt-oss"}
+"""Linear attention carries its state on; Transformers' gpt-oss ignores where a sequence begins."""
+
+
+def truncated(folder, *taps):
+    return TruncatedTarget(str(folder), taps, dtype=torch.float32, device=CPU)
+
+
+@families
+def test_whether_a_model_can_be_packed_is_found_by_looking(folder_of, name):
+    assert truncated(folder_of(name), 0, LAYERS - 1).packs_exactly() is (name not in NOT_PACKABLE)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_PACKABLE))
+def test_packed_sequences_do_not_see_each_other(folder_of, name):
+    """One row of all samples gives the states that each gives alone."""
+    ids, target = sequences(13, 3, 9), truncated(folder_of(name), 0, LAYERS - 1)
+    assert not target.packed  # on the CPU a mask over all pairs would cost more than padding
+    assert target.computed_tokens([13, 3, 9]) == 39
+    alone = torch.empty(25, 2, HIDDEN)
+    for number, part in enumerate(torch.split(alone, [13, 3, 9])):
+        target.capture([ids[number]], part)
+    target.packed = True
+    assert target.computed_tokens([13, 3, 9]) == 25
+    packed = torch.full_like(alone, float("nan"))
+    target.capture(ids, packed)
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flash", "flex", "exact", "tried"),
+    [
+        (True, True, {"flash_attention_2"}, ["flash_attention_2"]),
+        (True, True, {"flex_attention"}, ["flash_attention_2", "flex_attention"]),
+        (False, True, {"flex_attention"}, ["flex_attention"]),
+        (False, False, set(), ["sdpa"]),
+        (True, True, set(), ["flash_attention_2", "flex_attention", "sdpa"]),
+    ],
+)
+def test_the_first_attention_that_packs_exactly_is_used(folder_of, monkeypatch, flash, flex, exact, tried):
+    """And the model's own one, with padding, where none does."""
+    monkeypatch.setattr(target_module, "is_flash_attn_2_available", lambda: flash)
+    monkeypatch.setattr(target_module, "is_torch_flex_attn_available", lambda: flex)
+    target, chosen = truncated(folder_of("llama"), 0), []
+    monkeypatch.setattr(type(target.model), "set_attn_implementation", lambda _, name: chosen.append(name))
+    monkeypatch.setattr(target, "packs_exactly", lambda: chosen[-1] in exact)
+    assert target.use_packing() is bool(exact)
+    assert chosen == tried
 
 
 @families

@@ -136,7 +136,7 @@ class Capturer:
         states = torch.empty(shape, dtype=target.model.dtype, device=target.device)
         target.capture(sequences, states)
         host, sums, wait = self._to_host(states, states.sum(dim=-1, dtype=torch.float32))
-        self.padded_tokens += len(lengths) * max(lengths)
+        self.padded_tokens += target.computed_tokens(lengths)
         return InFlight(rows, lengths, host, sums, wait)
 
     def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:

@@ -199,8 +199,8 @@ def _work(run: _Run, units: Sequence[Unit]) -> _Done:
     label = "extract" if board.world.size == 1 else f"extract on {board.world.size} ranks"
     with Progress(label, sum(u.tokens for u in units), enabled=board.world.is_main) as progress:
 
-        def show() -> None:
-            progress.advance(board.add("tokens", 0) - progress.done, f"{pad_share(units):.1%} padding")
+        def show(note: str = "") -> None:
+            progress.advance(board.add("tokens", 0) - progress.done, note)
 
         if units:
             _extract_units(run, units, show, done)
@@ -209,7 +209,7 @@ def _work(run: _Run, units: Sequence[Unit]) -> _Done:
     return done
 
 
-def _extract_units(run: _Run, units: Sequence[Unit], show: Callable[[], None], done: _Done) -> None:
+def _extract_units(run: _Run, units: Sequence[Unit], show: Callable[[str], None], done: _Done) -> None:
     config, world = run.config, run.board.world
     target = TruncatedTarget(
         config.target,
@@ -219,6 +219,7 @@ def _extract_units(run: _Run, units: Sequence[Unit], show: Callable[[], None], d
         trust_remote_code=config.trust_remote_code,
     )
     capturer = Capturer(target, run.corpus)
+    note = "packed" if target.packed else f"{pad_share(units):.1%} padding"
     with (
         CacheWriter(config.out, run.manifest, f"rank{world.rank}", _NO_LIMIT) as writer,
         Sink(writer) as sink,
@@ -235,7 +236,7 @@ def _extract_units(run: _Run, units: Sequence[Unit], show: Callable[[], None], d
                 run.board.add("tokens", sum(flight.lengths))
             if commit:
                 sink.commit()
-            show()
+            show(note)
 
         before: tuple[list[InFlight], bool] = ([], False)
         edges = run.manifest.identity.bucket_edges

@@ -21,7 +21,7 @@ MAX_UNIT_SAMPLES = 1 << 19
 """Keeps a unit within one index fragment."""
 # In a small corpus the budget alone would put all lengths of a bucket into one batch. One large enough
 # to keep the device busy, a sixteenth of the budget, ends before more than this share of it is padding.
-_MOST_PADDING = 0.03
+_MOST_PADDING = 0.018
 _EVEN_AFTER = 16
 _UNITS_PER_RANK = 16
 """At least, where there is that much work: at the end no rank waits for more than a sixteenth of a share."""

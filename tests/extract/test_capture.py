@@ -54,8 +54,8 @@ def whole(config):
     return samples_of(undisturbed.out)
 
 
-def damage(monkeypatch, config, value, *, alone):
-    """Spoil tap 1 at position 3 of the sample that asks question 5; in company only, unless `alone`.
+def damage(monkeypatch, config, value):
+    """Spoil tap 1 at position 3 of the sample that asks question 5.
 
     Returns a list that grows by the size of the batch whenever that happens.
     """
@@ -66,7 +66,7 @@ def damage(monkeypatch, config, value, *, alone):
         capture(self, sequences, out)
         start = 0
         for ids in sequences:
-            if "question 5<" in tokenizer.decode(ids) and (alone or len(sequences) > 1):
+            if "question 5<" in tokenizer.decode(ids):
                 out[start + 3, 1, 7] = value
                 spoilt.append(len(sequences))
             start += len(ids)
@@ -80,7 +80,7 @@ NOT_FINITE = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 
 @NOT_FINITE
 def test_more_bad_samples_than_allowed_stop_the_run_naming_layer_and_position(config, monkeypatch, value):
-    damage(monkeypatch, config, value, alone=True)
+    damage(monkeypatch, config, value)
     with pytest.raises(
         TargetError,
         match=r"sample \d+ \(row-5\): the output of layer 2 at position 3, token \d+, holds NaN or Inf; "
@@ -92,7 +92,7 @@ def test_more_bad_samples_than_allowed_stop_the_run_naming_layer_and_position(co
 
 @NOT_FINITE
 def test_a_bad_sample_is_tried_alone_once_then_left_out_and_listed(config, whole, monkeypatch, value):
-    spoilt = damage(monkeypatch, config, value, alone=True)
+    spoilt = damage(monkeypatch, config, value)
     report = extract(replace(config, max_bad=0.05), World())
     assert len(spoilt) == 2
     assert spoilt[-1] == 1
@@ -109,9 +109,17 @@ def test_a_bad_sample_is_tried_alone_once_then_left_out_and_listed(config, whole
 
 
 def test_a_sample_that_is_spoilt_in_company_alone_is_kept(config, whole, monkeypatch):
-    spoilt = damage(monkeypatch, config, math.nan, alone=False)
-    extract(replace(config, tokens_per_batch=2000), World())
-    assert len(spoilt) == 1
+    capture, spoilt = TruncatedTarget.capture, []
+
+    def damaged(self, sequences, out):
+        capture(self, sequences, out)
+        if len(sequences) > 1:
+            out[3, 1, 7] = math.nan
+            spoilt.append(len(sequences))
+
+    monkeypatch.setattr(TruncatedTarget, "capture", damaged)
+    extract(config, World())
+    assert spoilt
     samples = samples_of(config.out)
     assert samples.keys() == whole.keys()
     for key, sample in samples.items():
@@ -166,6 +174,9 @@ class Echo:
 
     def __init__(self, memory):
         self.memory, self.model = memory, torch.zeros(1)
+
+    def computed_tokens(self, lengths):
+        return len(lengths) * max(lengths)
 
     def capture(self, sequences, out):
         if len(sequences) * max(map(len, sequences)) > self.memory:

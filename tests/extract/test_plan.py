@@ -86,7 +86,7 @@ def test_padding_stays_low_on_realistic_lengths():
     assert pad_share(units_of(batches, lengths, edges, 10_000_000)) < 0.02
 
 
-@pytest.mark.parametrize(("count", "most"), [(30, 0.1), (300, 0.03)])
+@pytest.mark.parametrize(("count", "most"), [(30, 0.1), (300, 0.02), (1500, 0.018)])
 def test_padding_stays_low_in_a_small_corpus_too(count, most):
     """All of it would fit into a few batches, of very different lengths."""
     lengths = np.random.default_rng(1).integers(45, 250, count).astype(np.int32)
