@@ -139,21 +139,48 @@ def lone_attention(query: Tensor, context: KeyValue, block: KeyValue, _layout: B
 
 
 def grouped_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:
-    """The same, group by group; work grows with what is visible, not with the micro-batch."""
+    """The same, group by group; work grows with what is visible, not with the micro-batch.
+
+    Tensors are split once, not sliced for every group: the gradient of a slice is as large as what it was
+    taken from.
+    """
     if not layout.groups:
         return query
-    size = query.shape[1]
+    documents = _by_document(context, layout)
+    sizes = [group.last - group.first for group in layout.groups]
+    parts = zip(*(torch.split(x, sizes) for x in (query, *block)), strict=True)
     outputs = []
-    for first, last, start, end in layout.groups:
-        local = BlockLayout(
-            layout.context_start[first:last] - start, layout.context_end[first:last] - start, ()
-        )
-        rows = KeyValue(context.key[start:end], context.value[start:end])
-        own = KeyValue(block.key[first:last], block.value[first:last])
-        outputs.append(
-            _sdpa(query[first:last].flatten(0, 1), _joined(rows, own), visible(local, end - start, size))
-        )
+    for group, mask, (own_query, key, value) in zip(
+        layout.groups, _group_masks(layout, query.shape[1]), parts, strict=True
+    ):
+        rows = documents[group.start]
+        seen = KeyValue(rows.key[: group.end - group.start], rows.value[: group.end - group.start])
+        outputs.append(_sdpa(own_query.flatten(0, 1), _joined(seen, KeyValue(key, value)), mask))
     return torch.cat(outputs).view_as(query)
+
+
+def _by_document(context: KeyValue, layout: BlockLayout) -> dict[int, KeyValue]:
+    """Context rows from each document's first on, by the number of that row."""
+    starts = sorted({group.start for group in layout.groups})
+    lengths = [end - start for start, end in zip([0, *starts], [*starts, context.key.shape[0]], strict=True)]
+    pieces = zip(*(torch.split(x, lengths)[1:] for x in context), strict=True)
+    return {start: KeyValue(*piece) for start, piece in zip(starts, pieces, strict=True)}
+
+
+def _group_masks(layout: BlockLayout, block_size: int) -> list[Tensor]:
+    """What the rows of each group see of `[its context | its blocks]`; the same in every layer."""
+    if "groups" not in layout.memo:
+        layout.memo["groups"] = [
+            visible(
+                BlockLayout(
+                    layout.context_start[first:last] - start, layout.context_end[first:last] - start, ()
+                ),
+                end - start,
+                block_size,
+            )
+            for first, last, start, end in layout.groups
+        ]
+    return layout.memo["groups"]  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=1)
