@@ -182,7 +182,7 @@ class _Done:
     waited: float = 0.0
     """Seconds of waiting for the disk."""
     seconds: float = 0.0
-    """From the first batch until all ranks were done."""
+    """From the first batch, the target loaded, until all ranks were done."""
     bad: list[BadSample] = field(default_factory=list)
     laps: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Tokens and seconds by the edge of their bucket."""
@@ -195,29 +195,40 @@ class _Done:
 
 def _work(run: _Run, units: Sequence[Unit]) -> _Done:
     """Take units until none is left or a stop is asked for, then wait for the other ranks."""
-    done, started, board = _Done(), time.perf_counter(), run.board
+    done, board = _Done(), run.board
+    target = _loaded(run) if units else None
+    started = time.perf_counter()
     label = "extract" if board.world.size == 1 else f"extract on {board.world.size} ranks"
     with Progress(label, sum(u.tokens for u in units), enabled=board.world.is_main) as progress:
 
         def show(note: str = "") -> None:
             progress.advance(board.add("tokens", 0) - progress.done, note)
 
-        if units:
-            _extract_units(run, units, show, done)
+        if target is not None:
+            _extract_units(run, target, units, show, done)
         run.wait_for_others(show)
     done.seconds = time.perf_counter() - started
     return done
 
 
-def _extract_units(run: _Run, units: Sequence[Unit], show: Callable[[str], None], done: _Done) -> None:
-    config, world = run.config, run.board.world
-    target = TruncatedTarget(
-        config.target,
+def _loaded(run: _Run) -> TruncatedTarget:
+    return TruncatedTarget(
+        run.config.target,
         run.manifest.identity.taps,
-        dtype=DTYPES[config.dtype],
-        device=device_of(world),
-        trust_remote_code=config.trust_remote_code,
+        dtype=DTYPES[run.config.dtype],
+        device=device_of(run.board.world),
+        trust_remote_code=run.config.trust_remote_code,
     )
+
+
+def _extract_units(
+    run: _Run,
+    target: TruncatedTarget,
+    units: Sequence[Unit],
+    show: Callable[[str], None],
+    done: _Done,
+) -> None:
+    config, world = run.config, run.board.world
     capturer = Capturer(target, run.corpus)
     note = "packed" if target.packed else f"{pad_share(units):.1%} padding"
     with (
