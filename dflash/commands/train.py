@@ -63,6 +63,7 @@ def train(nproc: int | None, **flags: Any) -> None:
     """
     if started_ranks(nproc):
         return
+    from dflash.stopping import exit_code
     from dflash.train.settings import train_config
     from dflash.train.trainer import train as run
     from dflash.world import World
@@ -72,4 +73,4 @@ def train(nproc: int | None, **flags: Any) -> None:
     if world.is_main:
         click.echo(result.text())
     if result.stopped:
-        raise SystemExit(130 if result.stopped == "SIGINT" else 143)
+        raise SystemExit(exit_code(result.stopped))

@@ -10,9 +10,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from dflash.errors import ConfigError, TrainingError
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.progress import Progress
 from dflash.provenance import write_run_record
+from dflash.stopping import stop_signals
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch
 from dflash.train.checkpoint import (
     TrainState,
@@ -367,31 +367,3 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
         for part, values in tree.items()
         for key, value in (values.items() if isinstance(values, dict) else [(part, values)])
     }
-
-
-class StopFlag:
-    """Set by a signal."""
-
-    name: str | None = None
-
-
-@contextmanager
-def stop_signals() -> Iterator[StopFlag]:
-    """Within the block, SIGTERM and SIGINT ask for a stop behind the current step; a second one acts now."""
-    flag = StopFlag()
-
-    def note(number: int, _frame: object) -> None:
-        if flag.name is not None:
-            raise KeyboardInterrupt
-        flag.name = signal.Signals(number).name
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        yield flag
-        return
-    try:
-        yield flag
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

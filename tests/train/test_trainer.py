@@ -19,6 +19,7 @@ from dflash.drafter import Drafter, init_weights
 from dflash.errors import CacheMismatch, CheckpointError, ConfigError, TrainingError
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.pretrained import load_drafter
+from dflash.stopping import stop_signals
 from dflash.train.batches import AnchorConfig, BlockShape, documents, pack
 from dflash.train.checkpoint import TENSORS_NAME, checkpoints
 from dflash.train.loader import StepLoader
@@ -27,7 +28,7 @@ from dflash.train.objective import DraftingLoss, ObjectiveConfig
 from dflash.train.optim import OptimConfig
 from dflash.train.record import METRICS_NAME, RunLog
 from dflash.train.sampler import SamplerConfig
-from dflash.train.trainer import TrainConfig, _Run, stop_signals, train
+from dflash.train.trainer import TrainConfig, _Run, train
 from dflash.world import World
 
 ALONE = World()
