@@ -92,6 +92,11 @@ class KindReport:
         """Plain time over speculative time, both behind the prefill."""
         return self.plain_seconds / self.speculative_seconds if self.speculative_seconds else 1.0
 
+    def summary(self) -> str:
+        """A few words for the progress line."""
+        rate = self.tokens / self.speculative_seconds if self.speculative_seconds else 0.0
+        return f"{rate:.1f} tokens/s, walk tau {self.walk_tau:.2f}, speed-up {self.speedup:.2f}x"
+
     def by_position(self, slots: int) -> list[float]:
         """Share of cycles whose slot k = 1..B-1 was accepted."""
         total = max(sum(self.accepted.values()), 1)
@@ -218,7 +223,7 @@ def evaluate(config: EvalConfig) -> EvalReport:
             plain, speculative = _both(target, drafter, prompt, decode, plain_first=number % 2 == 0)
             for part in (report.total, report.kinds.setdefault(prompt.kind or "all", KindReport())):
                 part.add(plain, speculative)
-            bar.advance(1, f"walk tau {report.total.walk_tau:.2f}, speed-up {report.total.speedup:.2f}x")
+            bar.advance(1, report.total.summary())
     return report
 
 
