@@ -22,7 +22,7 @@ from dflash.train.sampler import SamplerConfig
 from dflash.train.trainer import TrainConfig, TrainResult, train
 from dflash.world import World
 
-BLOCK_SIZE = 6
+BLOCK_SIZE = 4
 """Short: in a few minutes of training the far slots learn little, and verifying them costs as much."""
 RESULT_NAME = "result.json"
 TABLE_NAME = "table.txt"
@@ -52,12 +52,12 @@ def train_config(cache: Path, run: Path) -> TrainConfig:
         cache=cache,
         out=run,
         network=NetworkConfig(layers=3, block_size=BLOCK_SIZE),
-        anchors=AnchorConfig(density=0.3),
-        objective=ObjectiveConfig(BLOCK_SIZE, gamma=3.0, sampled_softmax=8192),
-        sampler=SamplerConfig(tokens_per_batch=2200, batches_per_step=2),
+        anchors=AnchorConfig(density=0.38),
+        objective=ObjectiveConfig(BLOCK_SIZE, gamma=1.5, sampled_softmax=8192),
+        sampler=SamplerConfig(tokens_per_batch=4400, batches_per_step=1),
         optim=OptimConfig("muon", lr=2e-3),
         epochs=None,
-        max_steps=200,
+        max_steps=210,
         resume=True,
     )
 
