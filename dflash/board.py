@@ -17,6 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # it re-exports th
     DistError,
     HashStore,
     PrefixStore,
+    Store,
     distributed_c10d,
     is_initialized,
 )
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from dflash.world import World
 
-_POLL_S = 0.02
+_FIRST_POLL_S, _POLL_S = 0.001, 0.02
 _FAREWELL_S = 5.0
 """How long the first rank, which may host the store, waits for the others to have read how it ended."""
 _uses = itertools.count()
@@ -42,13 +43,15 @@ class Board:
     Args:
         world: This process.
         topic: Keeps apart what different parts of the program write.
+        store: Shared by all ranks; that of the process group when None.
     """
 
-    def __init__(self, world: World, topic: str) -> None:
+    def __init__(self, world: World, topic: str, store: Store | None = None) -> None:
         self.world = world
         joined = world.size > 1 and is_initialized()
-        # torch has no public way to the store of a group.
-        store = distributed_c10d._get_default_store() if joined else HashStore()  # noqa: SLF001
+        if store is None:
+            # torch has no public way to the store of a group.
+            store = distributed_c10d._get_default_store() if joined else HashStore()  # noqa: SLF001
         self._store = PrefixStore(f"dflash/{topic}/{next(_uses)}", store)
 
     def add(self, counter: str, amount: int = 1) -> int:
@@ -80,6 +83,30 @@ class Board:
             self._set(note, json.dumps(make()))
         self._wait(lambda: self._has(note))
         return json.loads(self._get(note))
+
+    def hand(self, note: str, rank: int, value: Any) -> None:
+        """Leave a JSON value for one other rank."""
+        self._set(f"{note}/to/{rank}", json.dumps(value))
+
+    def taken(self, note: str, meanwhile: Callable[[], object]) -> Any:
+        """Wait for the value that another rank hands to this one, calling `meanwhile` now and then.
+
+        It is gone from the board then, which would grow without end otherwise.
+
+        Raises:
+            RankFailed: another rank failed meanwhile.
+        """
+        key = f"{note}/to/{self.world.rank}"
+
+        def here() -> bool:
+            meanwhile()
+            return self._has(key)
+
+        self._wait(here)
+        value = json.loads(self._get(key))
+        with _reachable():
+            self._store.delete_key(key)
+        return value
 
     def meet(self, place: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait until every rank has come to this place, calling `meanwhile` now and then.
@@ -137,9 +164,11 @@ class Board:
             time.sleep(_POLL_S)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
+        pause = _FIRST_POLL_S  # doubled, so that nobody waits much longer than what he waits for takes
         while not ready():
             self.check()
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
 
     def _has(self, *keys: str) -> bool:
         with _reachable():

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch import distributed as torch_dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # re-exported silently
+from torch.distributed.rendezvous import rendezvous
 
 from dflash.errors import ConfigError
 
@@ -49,6 +51,38 @@ def process_group(world: World) -> Iterator[None]:
     torch_dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, **bound)
     try:
         yield
+    finally:
+        torch_dist.destroy_process_group()
+
+
+@contextmanager
+def replica_group(world: World, size: int) -> Iterator[Store]:
+    """Join no more than the `size` consecutive ranks that hold a model together, for the length of the block.
+
+    To torch they are a world of their own, as Transformers' tensor parallelism wants it: its mesh must cover
+    the whole process group.
+
+    Args:
+        world: This process; it must have been started by a launcher.
+        size: Ranks of a replica; divides the world.
+
+    Returns:
+        The store that all ranks of all replicas share.
+    """
+    device = device_of(world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT)))
+    torch_dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(f"replica{world.rank // size}", store),
+        rank=world.rank % size,
+        world_size=size,
+        timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield store
     finally:
         torch_dist.destroy_process_group()
 

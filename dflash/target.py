@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers.distributed import DistributedConfig
 from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_available
 
-from dflash.errors import TargetError
+from dflash.errors import ConfigError, TargetError
 from dflash.head import TargetHead, head_of
 from dflash.taps import check_taps
 from dflash.target_files import TargetFacts, inspect_target, load_config, load_model, load_tokenizer
@@ -87,6 +88,22 @@ def final_norm(decoder: nn.Module, hidden_size: int) -> nn.Module:
     raise TargetError(f"{type(decoder).__name__} has no final norm with a weight of {hidden_size}")
 
 
+def _sharding(config: Any, ranks: int) -> dict[str, Any]:
+    """How Transformers is told to split a model over the ranks of the process group.
+
+    Raises:
+        ConfigError: the attention heads cannot be shared out evenly.
+    """
+    if ranks == 1:
+        return {}
+    text = config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, key, None)
+        if heads and heads % ranks:
+            raise ConfigError(f"--tp {ranks} does not divide the target's {heads} {key}; use a divisor of it")
+    return {"distributed_config": DistributedConfig(tp_size=ranks)}
+
+
 def load_head(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> TargetHead:
     """Embedding, `lm_head` and final norm of a target, loading no decoder layer but the first.
 
@@ -127,10 +144,12 @@ class TruncatedTarget:
         dtype: Compute dtype of the weights; never float16 (activations overflow it).
         device: Where it runs.
         trust_remote_code: Whether the model's own code may be executed.
+        tp: Ranks that hold it together by Transformers' tensor parallelism: all those of the process group.
+            Each forward pass needs all of them.
 
     Raises:
-        TargetError: the target cannot be loaded, or lacks weights.
-        ConfigError: a tap is not a layer of it.
+        TargetError: the target cannot be loaded, lacks weights, or its family has no plan for `tp`.
+        ConfigError: a tap is not a layer of it, or `tp` does not divide its attention heads.
     """
 
     def __init__(
@@ -141,17 +160,20 @@ class TruncatedTarget:
         dtype: torch.dtype,
         device: torch.device,
         trust_remote_code: bool = False,
+        tp: int = 1,
     ) -> None:
         config = load_config(name, trust_remote_code=trust_remote_code)
         check_taps(taps, config.get_text_config().num_hidden_layers)
         depth = taps[-1] + 1
         config = truncated_config(config, depth)
-        model = load_model(AutoModel, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
-        self.model = model.to(device)
+        options = {"trust_remote_code": trust_remote_code, **_sharding(config, tp)}
+        model = load_model(AutoModel, name, config=config, dtype=dtype, **options)
+        self.model = model.to(device) if tp == 1 else model  # parts of it are where they belong
         self.taps, self.device = taps, device
         self.hidden_size = int(config.get_text_config().hidden_size)
         self._layers = decoder_layers(self.model, depth)
-        self.packed = device.type == "cuda" and self.use_packing()
+        # Whether packing is exact is found by looking, on which the ranks of a replica might not agree.
+        self.packed = tp == 1 and device.type == "cuda" and self.use_packing()
 
     @torch.inference_mode()
     def capture(self, sequences: Sequence[np.ndarray], out: Tensor) -> None:

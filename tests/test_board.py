@@ -60,6 +60,20 @@ def test_what_the_main_rank_makes_is_shared():
     assert together(lambda board: board.shared("made", lambda: [board.world.rank, "x"])) == [[0, "x"]] * 3
 
 
+def test_what_is_handed_to_a_rank_reaches_it_alone_in_order_and_leaves_the_board():
+    def work(board):
+        rank, size = board.world.rank, board.world.size
+        for number in range(3):
+            board.hand(f"note{number}", (rank + 1) % size, [rank, number])
+        calls = []
+        taken = [board.taken(f"note{number}", lambda: calls.append(1)) for number in range(3)]
+        board.meet("place")
+        return taken, len(calls) > 0, board._has(f"note0/to/{rank}")
+
+    expected = [([[rank, number] for number in range(3)], True, False) for rank in (2, 0, 1)]
+    assert together(work) == expected
+
+
 def test_nobody_passes_a_meeting_before_all_are_there():
     def work(board):
         time.sleep(0.05 * board.world.rank)

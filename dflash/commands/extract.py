@@ -65,6 +65,13 @@ from dflash.commands.common import (
         show_default=True,
         help="Share of samples that may be left out for NaN or Inf.",
     ),
+    click.option(
+        "--tp",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="GPUs that hold one replica of the target.",
+    ),
     click.option("--force", is_flag=True, help="Start even where the disk cannot hold the result."),
     nproc_option,
     trust_option,

@@ -22,12 +22,13 @@ from dflash.cache.index import load_index
 from dflash.cache.manifest import BadSample, Manifest, bucket_of, load_manifest
 from dflash.cache.speeds import save_speeds
 from dflash.cache.writer import CacheWriter, finalize
-from dflash.dist import device_of, process_group
+from dflash.dist import device_of
 from dflash.errors import CacheMismatch, RankFailed, TargetError
 from dflash.extract.capture import Capturer, InFlight
 from dflash.extract.corpus import load_corpus
 from dflash.extract.plan import Unit, batches_of, pad_share, plan_units, remaining
 from dflash.extract.prepare import prepare
+from dflash.extract.replica import Replica, ReplicaTarget
 from dflash.extract.report import ExtractReport
 from dflash.extract.settings import ExtractConfig
 from dflash.extract.sink import Sink
@@ -59,17 +60,16 @@ def extract(config: ExtractConfig, world: World) -> ExtractReport:
         TargetError: the target cannot be loaded, or puts out NaN or Inf for too many samples.
         CorpusError: the data cannot be used.
         CacheError: the cache folder holds something else or cannot be written.
-        ConfigError: a setting does not fit the target, or the disk is too small.
+        ConfigError: a setting does not fit the target or the number of ranks, or the disk is too small.
         RankFailed: another rank failed; its own error says why.
     """
-    with process_group(world):
-        board = Board(world, "extract")
-        with board.telling_failure():
-            corpus, manifest = _prepared(config, world, board)
-            units = _units(config, corpus, manifest, board)
-            with stop_signals() as stop:
-                run = _Run(config, corpus, manifest, board, stop)
-                return _conclude(run, units, _work(run, units))
+    replica = Replica(world, config.tp)
+    with replica.joined("extract") as board, board.telling_failure():
+        corpus, manifest = _prepared(config, world, board)
+        units = _units(config, corpus, manifest, board)
+        with stop_signals() as stop:
+            run = _Run(config, corpus, manifest, board, stop, replica)
+            return _conclude(run, units, _work(run, units))
 
 
 def _prepared(config: ExtractConfig, world: World, board: Board) -> tuple[TokenizedCorpus, Manifest]:
@@ -101,7 +101,7 @@ def _units(config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, b
         check_space(config.out, corpus.lengths[np.concatenate(batches)], per_token, force=config.force)
     board.meet("planned")  # no rank may commit before all have looked
     limit = max(config.shard_bytes // per_token, 1)
-    return plan_units(batches, corpus.lengths, edges, limit, board.world.size)
+    return plan_units(batches, corpus.lengths, edges, limit, board.world.size // config.tp)
 
 
 class _Patience:
@@ -125,6 +125,7 @@ class _Run:
     manifest: Manifest
     board: Board
     stop: StopFlag
+    replica: Replica
 
     def asked_to_stop(self) -> bool:
         """Whether a signal has come to any rank; one that came to this rank is passed on.
@@ -205,20 +206,39 @@ def _work(run: _Run, units: Sequence[Unit]) -> _Done:
             progress.advance(board.add("tokens", 0) - progress.done, note)
 
         if target is not None:
-            _extract_units(run, target, units, show, done)
+            _take_part(run, target, units, show, done)
         run.wait_for_others(show)
     done.seconds = time.perf_counter() - started
     return done
 
 
 def _loaded(run: _Run) -> TruncatedTarget:
-    return TruncatedTarget(
-        run.config.target,
-        run.manifest.identity.taps,
-        dtype=DTYPES[run.config.dtype],
-        device=device_of(run.board.world),
-        trust_remote_code=run.config.trust_remote_code,
-    )
+    options: dict[str, Any] = {
+        "dtype": DTYPES[run.config.dtype],
+        "device": device_of(run.board.world),
+        "trust_remote_code": run.config.trust_remote_code,
+    }
+    name, taps = run.config.target, run.manifest.identity.taps
+    if run.replica.size > 1:
+        return ReplicaTarget(name, taps, replica=run.replica, board=run.board, **options)
+    return TruncatedTarget(name, taps, **options)
+
+
+def _take_part(
+    run: _Run,
+    target: TruncatedTarget,
+    units: Sequence[Unit],
+    show: Callable[[str], None],
+    done: _Done,
+) -> None:
+    """The first rank of a replica takes units; the others run the batches that it hands on."""
+    if not isinstance(target, ReplicaTarget):
+        _extract_units(run, target, units, show, done)
+    elif run.replica.is_first:
+        _extract_units(run, target, units, show, done)
+        target.dismiss()
+    else:
+        target.follow(run.asked_to_stop)
 
 
 def _extract_units(
@@ -278,7 +298,8 @@ def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
     config, board = run.config, run.board
     board.post("done", asdict(done))
     ranks = [
-        _Done(**{**one, "bad": [BadSample(**bad) for bad in one["bad"]]}) for one in board.collect("done")
+        _Done(**{**one, "bad": [BadSample(**bad) for bad in one["bad"]]})
+        for one in board.collect("done")[:: run.replica.size]  # the others of a replica write nothing
     ]
     bad = [sample for one in ranks for sample in one.bad]
     owed = sum(len(rows) for unit in units for rows in unit.batches)

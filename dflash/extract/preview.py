@@ -14,6 +14,7 @@ import torch
 
 from dflash.cache.manifest import BYTES_PER_VALUE
 from dflash.dist import device_of
+from dflash.errors import ConfigError
 from dflash.extract.corpus import load_corpus
 from dflash.extract.plan import batches_of, pad_share, units_of
 from dflash.extract.settings import ExtractConfig
@@ -144,8 +145,12 @@ def preview(config: ExtractConfig, *, probe_seconds: float = 0.0) -> Preview:
     Raises:
         TargetError: the target cannot be found.
         CorpusError: the data cannot be used.
-        ConfigError: the taps do not fit the target.
+        ConfigError: the taps do not fit the target, or a probe is asked for where several ranks hold it.
     """
+    if probe_seconds and config.tp > 1:
+        raise ConfigError(
+            f"--probe runs the target on one process, and --tp {config.tp} wants more; use --plan alone"
+        )
     text = load_config(config.target, trust_remote_code=config.trust_remote_code).get_text_config()
     taps = config.taps_of(text.num_hidden_layers)
     tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)

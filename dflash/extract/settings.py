@@ -43,6 +43,8 @@ class ExtractConfig:
     """Add the data to a finished cache of another corpus."""
     max_bad: float = 0.001
     """Share of the samples that may be left out because of NaN or infinity."""
+    tp: int = 1
+    """Consecutive ranks that hold one replica of the target."""
     force: bool = False
     """Start even where the disk cannot hold the result."""
 
@@ -67,6 +69,8 @@ class ExtractConfig:
             )
         if not 0 <= self.max_bad <= 1:
             raise ConfigError(f"--max-bad {self.max_bad} is a share of the samples, from 0 to 1")
+        if self.tp < 1:
+            raise ConfigError(f"--tp {self.tp} must be at least 1")
         self.corpus  # noqa: B018 - checks its own fields
 
     @classmethod

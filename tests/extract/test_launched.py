@@ -65,6 +65,15 @@ def test_a_killed_rank_ends_the_run(command, tmp_path):
     assert len(samples_of(tmp_path / "cache")) == SAMPLES
 
 
+def test_the_launched_ranks_of_a_replica_finish_together(command, tmp_path):
+    done = subprocess.run(
+        [*command, "--tp", "2", "--tokens-per-batch", "2048"], capture_output=True, text=True, check=True
+    )
+    assert f"{SAMPLES:,} samples" in done.stdout
+    assert len(samples_of(tmp_path / "cache")) == SAMPLES
+    assert not list((tmp_path / "cache").glob("shards/*/rank1-*"))
+
+
 def test_a_user_error_of_all_ranks_is_one_of_theirs(command):
     done = subprocess.run([*command, "--taps", "1,99"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
