@@ -1,8 +1,8 @@
 """Checkpoints of a run, `RUN/checkpoints/step-000100/`: servable, and enough to resume bit for bit.
 
     config.json, model.safetensors    the drafter in bf16, in the layout that servers load
-    trainer.safetensors               float32 master weights and optimizer moments
-    trainer.json                      step, sampler position, settings, digests of each file and of itself
+    trainer/state.safetensors         float32 master weights and optimizer moments
+    trainer/state.json                step, sampler position, settings, digests of each file and of itself
 
 A checkpoint is written into a hidden folder, flushed, and renamed, so that it is whole or absent. The newest
 one is found by what is whole, not by its name.
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from dflash.drafter import Drafter
 
 FOLDER = "checkpoints"
-STATE_NAME = "trainer.json"
-TENSORS_NAME = "trainer.safetensors"
+# In a folder of their own: vLLM loads every *.safetensors file beside the model as weights.
+TRAINER_FOLDER = "trainer"
+STATE_NAME = f"{TRAINER_FOLDER}/state.json"
+TENSORS_NAME = f"{TRAINER_FOLDER}/state.safetensors"
 _DIGESTED = (CONFIG_NAME, WEIGHTS_NAME, TENSORS_NAME)
 _STEP = re.compile(r"step-(\d{6,})")
 
@@ -72,12 +74,12 @@ def save_checkpoint(
     final = checkpoint_path(run, state.step)
     tmp = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
+    (tmp / TRAINER_FOLDER).mkdir(parents=True)
     try:
         write_drafter(drafter, tmp)
         save_file(_tensors(drafter, optimizer), tmp / TENSORS_NAME)
         _write_state(tmp, state)
-        for path in (*tmp.iterdir(), tmp):
+        for path in (*tmp.rglob("*"), tmp):
             fsync_path(path)
         shutil.rmtree(final, ignore_errors=True)
         tmp.rename(final)

@@ -111,15 +111,16 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_whole_one(training, tm
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_changed_byte_is_damage(training, tmp_path, name):
-    path = training.save(tmp_path, 1) / name
+    checkpoint = training.save(tmp_path, 1)
+    path = checkpoint / name
     data = path.read_bytes()
     for place in (len(data) // 3, len(data) // 2, len(data) - 4):
         changed = bytearray(data)
         changed[place] ^= 1
         path.write_bytes(changed)
-        assert not is_whole(path.parent)
+        assert not is_whole(checkpoint)
     path.write_bytes(data)
-    assert is_whole(path.parent)
+    assert is_whole(checkpoint)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(training, tmp_path):
@@ -157,11 +158,17 @@ def test_a_crash_while_writing_leaves_the_earlier_checkpoint_and_nothing_else(
     assert is_whole(before)
 
 
+def test_servers_find_no_weights_beside_the_model(training, tmp_path):
+    """vLLM loads every safetensors file of a model's folder."""
+    path = training.save(tmp_path, 1)
+    assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
+
+
 def test_what_a_killed_writer_left_is_replaced(training, tmp_path):
     (tmp_path / FOLDER / ".step-000002.tmp").mkdir(parents=True)
     (tmp_path / FOLDER / ".step-000002.tmp" / "rubbish").write_text("x")
     path = training.save(tmp_path, 2)
-    assert sorted(entry.name for entry in path.iterdir()) == sorted(FILES)
+    assert sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()) == sorted(FILES)
     assert list((tmp_path / FOLDER).iterdir()) == [path]
 
 
