@@ -159,7 +159,7 @@ def test_a_crash_while_writing_leaves_the_earlier_checkpoint_and_nothing_else(
 
 
 def test_servers_find_no_weights_beside_the_model(training, tmp_path):
-    """VLLM loads every safetensors file of a model's folder."""
+    """A server such as vLLM loads every safetensors file of a model's folder."""
     path = training.save(tmp_path, 1)
     assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
 
