@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -149,8 +148,3 @@ def random_sample(rng: np.random.Generator, number: int, length: int, hidden: in
     ids = rng.integers(4, VOCAB, length).astype(np.int32)
     states = torch.from_numpy(rng.normal(size=(length, 2, hidden)).astype(np.float32)).bfloat16()
     return Sample(number, ids, mask, states)
-
-
-def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Safetensors without ceremony."""
-    save_file(tensors, path)
