@@ -15,11 +15,12 @@ from dflash.evaluate import EvalConfig, EvalReport, evaluate
 from dflash.extract.pipeline import ExtractConfig, ExtractReport, extract
 from dflash.files import publish_bytes, publish_json
 from dflash.train.batches import AnchorConfig
+from dflash.train.config import TrainConfig, TrainResult
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
 from dflash.train.optim import OptimConfig
 from dflash.train.sampler import SamplerConfig
-from dflash.train.trainer import TrainConfig, TrainResult, train
+from dflash.train.trainer import train
 from dflash.world import World
 
 BLOCK_SIZE = 4

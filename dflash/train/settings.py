@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash.train.batches import AnchorConfig
+from dflash.train.config import TrainConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
 from dflash.train.optim import OptimConfig
 from dflash.train.sampler import SamplerConfig
-from dflash.train.trainer import TrainConfig
 
 
 def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:

@@ -22,13 +22,15 @@ from dflash.pretrained import load_drafter
 from dflash.stopping import stop_signals
 from dflash.train.batches import AnchorConfig, BlockShape, documents, pack
 from dflash.train.checkpoint import TENSORS_NAME, checkpoints
+from dflash.train.config import TrainConfig
 from dflash.train.loader import StepLoader
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import DraftingLoss, ObjectiveConfig
 from dflash.train.optim import OptimConfig
 from dflash.train.record import METRICS_NAME, RunLog
+from dflash.train.run import Run
 from dflash.train.sampler import SamplerConfig
-from dflash.train.trainer import TrainConfig, _Run, train
+from dflash.train.trainer import train
 from dflash.world import World
 
 ALONE = World()
@@ -284,7 +286,7 @@ def gradient_of_a_step(rank: int, size: int, cache, out) -> dict[str, Tensor]:
         precision="float32",
     )
     world = World(rank, size)
-    run = _Run.open(config, world)
+    run = Run.open(config, world)
     with StepLoader(run.reader, run.sampler, run.blocks, world, run.device) as loader:
         loaded = next(iter(loader))
     assert len(loaded.batches) == 6 // size
@@ -297,7 +299,7 @@ def gradient_of_a_step(rank: int, size: int, cache, out) -> dict[str, Tensor]:
     return seen | empty_rank(rank, size, run)
 
 
-def empty_rank(rank: int, size: int, run: _Run) -> dict[str, Tensor]:
+def empty_rank(rank: int, size: int, run: Run) -> dict[str, Tensor]:
     """The gradient of the same batch when every rank but the first has nothing to train on."""
     samples = run.reader.read([0, 1] if rank == 0 else [])
     batch = pack(documents(samples, [0] * len(samples), [0] * len(samples), AnchorConfig()), BlockShape(4, 3))

@@ -15,11 +15,11 @@ from torch import distributed as torch_dist
 
 from dflash.train.batches import AnchorConfig
 from dflash.train.checkpoint import TENSORS_NAME
+from dflash.train.config import TrainConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
 from dflash.train.optim import OptimConfig
 from dflash.train.sampler import SamplerConfig
-from dflash.train.trainer import TrainConfig
 
 LENGTHS = [20, 40, 60, 10, 30, 12, 50, 8, 33, 21]
 

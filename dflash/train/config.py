@@ -1,0 +1,97 @@
+"""What decides a run, and what a run says at its end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash.errors import ConfigError
+from dflash.train.batches import AnchorConfig
+from dflash.train.network import NetworkConfig
+from dflash.train.objective import ObjectiveConfig
+from dflash.train.optim import OptimConfig
+from dflash.train.sampler import SamplerConfig
+
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides a run."""
+
+    cache: Path
+    out: Path
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    anchors: AnchorConfig = field(default_factory=AnchorConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    epochs: int | None = 6
+    """Passes over the cache; None means until `max_steps`."""
+    max_steps: int | None = None
+    """Stop behind this many optimizer steps; the schedule ends there too."""
+    seed: int = 0
+    precision: str = "bfloat16"
+    """Compute dtype, `bfloat16` or `float32`; weights and moments are float32 either way."""
+    save_every: int = 500
+    """Steps between checkpoints."""
+    keep: int = 3
+    """Checkpoints that are kept."""
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a run without an end, and parts that do not belong together.
+
+        Raises:
+            ConfigError: neither epochs nor steps, a number below one, an unknown precision, or a loss for
+                another block size than the network's.
+        """
+        if self.epochs is None and self.max_steps is None:
+            raise ConfigError("a run needs an end: give --epochs or --max-steps")
+        for flag in ("epochs", "max_steps", "save_every", "keep"):
+            value = getattr(self, flag)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
+        if self.objective.block_size != self.network.block_size:
+            raise ConfigError(
+                f"the loss is for blocks of {self.objective.block_size}, the network has blocks of "
+                f"{self.network.block_size}; --block-size sets both"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change when a run is resumed, JSON-ready."""
+        parts = ("network", "anchors", "objective", "sampler", "optim")
+        own = ("epochs", "max_steps", "seed", "precision")
+        tree = {part: asdict(getattr(self, part)) for part in parts} | {
+            key: getattr(self, key) for key in own
+        }
+        return json.loads(json.dumps(tree))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run did."""
+
+    steps: int
+    tokens: int
+    """Tokens of the samples consumed, all ranks together."""
+    seconds: float
+    """From the first step of this start to the last."""
+    loss: float
+    """Mean loss of the last tenth of the steps of this start."""
+    checkpoint: Path
+    stopped: str | None
+    """The signal that ended the run early, if one did."""
+    mix: dict[str, Any]
+    """Length mix of what was consumed, against its quota."""
+
+    def text(self) -> str:
+        """One line for the terminal, and how to go on where the run was stopped."""
+        line = f"{self.steps:,} steps, {self.tokens:,} tokens, loss {self.loss:.3f}: {self.checkpoint}"
+        return line if self.stopped is None else f"{line}\nstopped by {self.stopped}; go on with --resume"
