@@ -1,24 +1,18 @@
-"""Reading a cache: samples in any order, straight into one buffer, each checked against its crc32c always.
-
-No mmap: a file that is truncated while mapped kills the process, and mapping is slow on network file systems.
-"""
+"""Reading a cache: samples in any order, straight into one buffer, each checked against its crc32c always."""
 
 from __future__ import annotations
 
-import os
-import stat
-import threading
-import weakref
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+import crc32c
 import numpy as np
 import torch
 
 from dflash.cache.index import CacheIndex, check_complete, committed_ids, load_index
+from dflash.cache.io import MAX_OPEN_FILES, REPAIR, OpenFile, OpenFiles, Workers, neighbours
 from dflash.cache.manifest import load_manifest
-from dflash.cache.shard import DATA_START, TORCH_DTYPES, Sample, ShardLayout, sample_crc
-from dflash.errors import CacheCorrupt, CacheError
+from dflash.cache.shard import DATA_START, TORCH_DTYPES, Sample, ShardLayout
+from dflash.errors import CacheCorrupt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheIndex", "CacheReader", "Sample", "committed_ids"]
 
-MAX_OPEN_SHARDS = 64
-_REPAIR = "run `dflash cache verify` to list what is bad, and `dflash extract` again to restore it"
+MAX_TAIL_BYTES = 64 << 20
+"""Ids, masks and offsets of open shards that are held in memory at most."""
 
 
 class CacheReader:
@@ -49,7 +43,7 @@ class CacheReader:
     """
 
     def __init__(
-        self, cache: Path, *, allow_incomplete: bool = False, max_open: int = MAX_OPEN_SHARDS
+        self, cache: Path, *, allow_incomplete: bool = False, max_open: int = MAX_OPEN_FILES
     ) -> None:
         self.cache = cache
         self.manifest = load_manifest(cache)
@@ -57,9 +51,9 @@ class CacheReader:
         if self.manifest.complete or not allow_incomplete:
             check_complete(cache, self.manifest, self.index)
         self._bytes_per_token = self.manifest.identity.bytes_per_token
-        self._max_open = max(1, max_open)
-        self._shards: OrderedDict[int, _OpenShard] = OrderedDict()
-        self._lock = threading.Lock()
+        self._shards = OpenFiles(self._open, _Shard.weight, max_open, MAX_TAIL_BYTES)
+        self._workers = Workers()
+        self._checked = True  # the benchmark alone turns it off, to measure what the checksums cost
 
     def __enter__(self) -> Self:
         return self
@@ -71,8 +65,8 @@ class CacheReader:
 
     def close(self) -> None:
         """Close the open shards. The reader stays usable and opens them again at need."""
-        with self._lock:
-            self._shards.clear()
+        self._workers.close()
+        self._shards.drop()
 
     def buffer_bytes(self, rows: Sequence[int] | NDArray[np.int64]) -> int:
         """Bytes of the hidden states of these rows together."""
@@ -103,86 +97,110 @@ class CacheReader:
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self.index)} samples")
         total = self.buffer_bytes(wanted)
         flat = torch.empty(total, dtype=torch.uint8) if buffer is None else buffer[:total]
-        parts = torch.split(flat, (self.index.lengths[wanted] * np.int64(self._bytes_per_token)).tolist())
+        return self._read(wanted, flat)
+
+    def _read(self, wanted: NDArray[np.int64], flat: torch.Tensor) -> list[Sample]:
+        lengths = self.index.lengths[wanted].astype(np.int64)
+        sizes = lengths * self._bytes_per_token
+        places = np.cumsum(sizes) - sizes  # first byte of each sample in the buffer
         extents = self.index.locate(wanted)
-        samples: dict[int, Sample] = {}
-        # In file order, so that neighbours are read one after another and each shard is opened once.
-        for place in np.lexsort((extents.offsets, extents.shards)).tolist():
-            shard, row, offset, crc = (int(column[place]) for column in extents)
-            sample_id = int(self.index.ids[wanted[place]])
-            samples[place] = self._shard(shard).read(row, offset, parts[place], sample_id, crc)
-        return [samples[place] for place in range(len(wanted))]
+        # In file order, so that neighbours are read together and each shard is opened once.
+        order = np.lexsort((extents.offsets, extents.shards))
+        runs = neighbours(extents.shards[order], extents.offsets[order], sizes[order])
+        memory = flat.numpy().data
+        columns = (*extents, lengths, places, places + sizes, self.index.ids[wanted])
+        wants = [
+            _Want(*values) for values in zip(*(column[order].tolist() for column in columns), strict=True)
+        ]
+        tokens: list[tuple[NDArray[np.int32], NDArray[np.uint8]]] = [_NONE] * len(wanted)
 
-    def _shard(self, number: int) -> _OpenShard:
-        with self._lock:
-            shard = self._shards.pop(number, None)
-            if shard is None:
-                while len(self._shards) >= self._max_open:
-                    self._shards.popitem(last=False)
-                shard = _OpenShard(self.cache, self.index.layouts[number])
-            self._shards[number] = shard
-            return shard
+        def read(run: slice) -> None:
+            shard = self._shards.get(wants[run.start].shard)
+            tokens[run] = shard.read(wants[run], memory, checked=self._checked)
+
+        self._workers.run(read, runs)
+        states = self._views(flat, lengths)
+        samples: list[Sample | None] = [None] * len(wanted)
+        for place, want, (input_ids, loss_mask) in zip(order.tolist(), wants, tokens, strict=True):
+            samples[place] = Sample(want.id, input_ids, loss_mask, states[place])
+        return cast("list[Sample]", samples)
+
+    def _views(self, flat: torch.Tensor, lengths: NDArray[np.int64]) -> Sequence[torch.Tensor]:
+        """The samples' hidden states [T, K, H] in the buffer."""
+        identity = self.manifest.identity
+        shape = (int(lengths.sum()), len(identity.taps), identity.hidden_size)
+        return torch.split(flat.view(TORCH_DTYPES[identity.dtype]).view(shape), lengths.tolist())
+
+    def _open(self, number: int) -> _Shard:
+        return _Shard(self.cache, self.index.layouts[number])
 
 
-class _OpenShard:
-    """A shard's file descriptor and its offsets, checked when it is opened.
+class _Want(NamedTuple):
+    """A sample that is to be read."""
 
-    The descriptor is closed with the object, so a thread that still reads an evicted shard keeps it alive.
+    shard: int
+    row: int
+    """0-based, in its shard."""
+    offset: int
+    """First byte of its hidden states in the shard."""
+    crc: int
+    length: int
+    """Tokens."""
+    start: int
+    """First byte of its hidden states in the buffer."""
+    end: int
+    id: int
+
+
+class _Shard:
+    """An open shard, its header checked, with its offsets, token ids and masks in memory.
+
+    These are five bytes a token where the hidden states have thousands; one read instead of three a sample.
     """
 
     def __init__(self, cache: Path, layout: ShardLayout) -> None:
-        self.path, self.layout = cache / layout.name, layout
-        try:
-            # Non-blocking, so that a named pipe in its place is refused instead of waited for.
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise CacheCorrupt(
-                f"{self.path} is missing though its samples were committed; {_REPAIR}"
-            ) from error
-        except OSError as error:
-            raise CacheError(f"cannot open {self.path}: {error}") from error
-        weakref.finalize(self, os.close, self._descriptor)
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != layout.file_size:
-            raise CacheCorrupt(
-                f"{self.path}: {found.st_size} bytes, committed with {layout.file_size}; {_REPAIR}"
-            )
-        header = np.empty(DATA_START, np.uint8)
-        self.read_into(header, 0)
-        if header.tobytes() != layout.header():
-            raise CacheCorrupt(f"{self.path}: its header is not that of the committed shard; {_REPAIR}")
-        self.offsets: NDArray[np.int64] = np.empty(layout.samples + 1, "<i8")
-        self.read_into(self.offsets, layout.offsets_start)
+        self.layout = layout
+        self._file = OpenFile(cache / layout.name, layout.file_size)
+        if self._file.bytes_at(0, DATA_START) != layout.header():
+            raise CacheCorrupt(f"{self._file.path}: its header is not that of the committed shard; {REPAIR}")
+        tail = self._file.bytes_at(layout.offsets_start, layout.file_size - layout.offsets_start)
+        self._offsets = np.frombuffer(tail, "<i8", layout.samples + 1)
+        ids_start = layout.input_ids_start - layout.offsets_start
+        self._input_ids = np.frombuffer(tail, "<i4", layout.tokens, ids_start)
+        self._loss_mask = np.frombuffer(tail, np.uint8, layout.tokens, ids_start + 4 * layout.tokens)
 
-    def read(self, row: int, offset: int, hidden: torch.Tensor, sample_id: int, crc: int) -> Sample:
-        """Read the sample of one row, its hidden states from byte `offset` into the buffer `hidden`."""
-        identity = self.layout.manifest.identity
-        token = (offset - DATA_START) // identity.bytes_per_token  # tokens of the shard before this sample
-        length = hidden.numel() // identity.bytes_per_token
-        where = f"{self.path}: row {row} (sample {sample_id})"
-        if self.offsets[row] != token or self.offsets[row + 1] != token + length:
-            raise CacheCorrupt(f"{where}: its offsets differ from the index; {_REPAIR}")
-        data, input_ids, loss_mask = hidden.numpy(), np.empty(length, "<i4"), np.empty(length, np.uint8)
-        self.read_into(data, offset)
-        self.read_into(input_ids, self.layout.input_ids_start + 4 * token)
-        self.read_into(loss_mask, self.layout.loss_mask_start + token)
-        if sample_crc(data, input_ids, loss_mask) != crc:
-            raise CacheCorrupt(f"{where}: its bytes have changed, they do not fit its checksum; {_REPAIR}")
-        shape = (length, len(identity.taps), identity.hidden_size)
-        states = hidden.view(TORCH_DTYPES[identity.dtype]).view(shape)
-        return Sample(sample_id, input_ids.astype(np.int32, copy=False), loss_mask, states)
+    def weight(self) -> int:
+        """Bytes held in memory."""
+        return self.layout.file_size - self.layout.offsets_start
 
-    def read_into(self, array: NDArray[Any], start: int) -> None:
-        """Fill an array with the file's bytes from `start`."""
-        view = array.data.cast("B")
-        done = 0
-        while done < len(view):  # one call may return less, and never more than 2 GiB
-            try:
-                count = os.preadv(self._descriptor, [view[done:]], start + done)
-            except OSError as error:
+    def read(
+        self, wants: Sequence[_Want], memory: memoryview, *, checked: bool
+    ) -> list[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
+        """Read samples that lie side by side: their hidden states into `memory`; their ids and masks [T]."""
+        parts = [memory[want.start : want.end] for want in wants]
+        if len(wants) == 1 and checked:
+            crcs = [self._file.fill_checked(parts[0], wants[0].offset)]
+        else:
+            self._file.fill(parts, wants[0].offset)
+            crcs = [crc32c.crc32c(part) for part in parts] if checked else []
+        tokens = [self._tokens(want) for want in wants]
+        for want, (input_ids, loss_mask), crc in zip(wants, tokens, crcs, strict=checked):
+            if crc32c.crc32c(loss_mask, crc32c.crc32c(input_ids, crc)) != want.crc:
                 raise CacheCorrupt(
-                    f"{self.path}: cannot be read at byte {start + done} ({error}); {_REPAIR}"
-                ) from error
-            if not count:
-                raise CacheCorrupt(f"{self.path}: ends at byte {start + done}, it was cut short; {_REPAIR}")
-            done += count
+                    f"{self._where(want)}: its bytes have changed, they do not fit its checksum; {REPAIR}"
+                )
+        return tokens
+
+    def _tokens(self, want: _Want) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """Copies of a sample's ids and mask [T], whose place the shard and the index must agree on."""
+        first = (want.offset - DATA_START) // self.layout.manifest.identity.bytes_per_token
+        end = first + want.length
+        if self._offsets.item(want.row) != first or self._offsets.item(want.row + 1) != end:
+            raise CacheCorrupt(f"{self._where(want)}: its offsets differ from the index; {REPAIR}")
+        return self._input_ids[first:end].astype(np.int32), self._loss_mask[first:end].copy()
+
+    def _where(self, want: _Want) -> str:
+        return f"{self._file.path}: row {want.row} (sample {want.id})"
+
+
+_NONE = (np.empty(0, np.int32), np.empty(0, np.uint8))

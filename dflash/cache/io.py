@@ -1,0 +1,216 @@
+"""Getting bytes of files into memory fast; what they mean is the reader's business.
+
+Files are held open, but only so many. Neighbours are read by one call, several threads share the work, and
+`preadv` fills the caller's memory directly. No mmap: a file that is truncated while mapped kills the process,
+and mapping is slow on network file systems.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import threading
+import weakref
+from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import crc32c
+import numpy as np
+
+from dflash.errors import CacheCorrupt, CacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+MAX_OPEN_FILES = 64
+CHUNK_BYTES = 1 << 20
+"""Neighbours are joined up to this size, and longer extents are read in such pieces: a piece is still in the
+processor's cache when its checksum is computed."""
+READ_THREADS = 4
+"""Threads that share one read, at most; fewer where there are fewer processors."""
+REPAIR = "run `dflash cache verify` to list what is bad, and `dflash extract` again to restore it"
+_MAX_PARTS = 512
+"""Below the 1,024 that one `preadv` may fill."""
+T = TypeVar("T")
+
+
+class OpenFile:
+    """A regular file of a known size, open for reading; closed with the object.
+
+    A thread that still reads an evicted file keeps it alive.
+
+    Raises:
+        CacheCorrupt: the file is missing, no regular file, or of another size.
+        CacheError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        try:
+            # Non-blocking, so that a named pipe in its place is refused instead of waited for.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CacheCorrupt(f"{path} is missing though its samples were committed; {REPAIR}") from error
+        except OSError as error:
+            raise CacheError(f"cannot open {path}: {error}") from error
+        weakref.finalize(self, os.close, self._descriptor)
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+            raise CacheCorrupt(f"{path}: {found.st_size} bytes, committed with {size}; {REPAIR}")
+
+    def fill(self, parts: list[memoryview], start: int) -> None:
+        """Fill the parts, one after another, with the file's bytes from `start`.
+
+        Raises:
+            CacheCorrupt: the file ends before, or cannot be read.
+        """
+        while parts:  # one call may return less, and never more than 2 GiB
+            try:
+                count = os.preadv(self._descriptor, parts[:_MAX_PARTS], start)
+            except OSError as error:
+                raise CacheCorrupt(
+                    f"{self.path}: cannot be read at byte {start} ({error}); {REPAIR}"
+                ) from error
+            start += count
+            if not count and any(map(len, parts)):
+                raise CacheCorrupt(f"{self.path}: ends at byte {start}, it was cut short; {REPAIR}")
+            parts = _behind(parts, count)
+
+    def fill_checked(self, part: memoryview, start: int) -> int:
+        """Fill one part of any length; its crc32c, computed piece by piece while the bytes are at hand."""
+        crc = 0
+        for at in range(0, len(part), CHUNK_BYTES):
+            piece = part[at : at + CHUNK_BYTES]
+            self.fill([piece], start + at)
+            crc = crc32c.crc32c(piece, crc)
+        return crc
+
+    def bytes_at(self, start: int, count: int) -> bytearray:
+        """These bytes of the file."""
+        data = bytearray(count)
+        self.fill([memoryview(data)], start)
+        return data
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the parts when their first `count` bytes are filled."""
+    for number, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[number + 1 :]]
+        count -= len(part)
+    return []
+
+
+class OpenFiles(Generic[T]):
+    """The most recently used files, at most `limit` and of at most `weight_limit` together.
+
+    Args:
+        load: Opens file number n.
+        weigh: Bytes of memory that an open file holds.
+        limit: Files at most; one at least is always held.
+        weight_limit: Bytes at most.
+    """
+
+    def __init__(
+        self, load: Callable[[int], T], weigh: Callable[[T], int], limit: int, weight_limit: int
+    ) -> None:
+        self._load, self._weigh, self._limit, self._weight_limit = load, weigh, max(1, limit), weight_limit
+        self._held: OrderedDict[int, T] = OrderedDict()
+        self._weight = 0
+        self._lock = threading.Lock()
+
+    def get(self, number: int) -> T:
+        """File number `number`, opened if it is not."""
+        with self._lock:
+            held = self._held.get(number)
+            if held is not None:
+                self._held.move_to_end(number)
+                return held
+            while len(self._held) >= self._limit:
+                self._evict()
+            opened = self._load(number)
+            self._held[number] = opened
+            self._weight += self._weigh(opened)
+            while self._weight > self._weight_limit and len(self._held) > 1:
+                self._evict()
+            return opened
+
+    def drop(self) -> None:
+        """Let go of all files."""
+        with self._lock:
+            self._held.clear()
+            self._weight = 0
+
+    def _evict(self) -> None:
+        _, oldest = self._held.popitem(last=False)
+        self._weight -= self._weigh(oldest)
+
+
+class Workers:
+    """A few threads that share the items of one call; the calling thread is one of them.
+
+    The pool is made at the first use, and again in a process that was forked from one that had it.
+    """
+
+    def __init__(self, threads: int = READ_THREADS) -> None:
+        self._extra = min(threads, os.cpu_count() or 1) - 1
+        self._pool: ThreadPoolExecutor | None = None
+        self._owner = 0
+
+    def run(self, work: Callable[[T], None], items: Iterable[T]) -> None:
+        """Call `work` on each item. When this returns or raises, no thread works on them any more.
+
+        Raises:
+            BaseException: the first that `work` raised; items not begun by then are left out.
+        """
+        todo = deque(items)
+        helpers = [self._started().submit(_drain, work, todo) for _ in range(min(self._extra, len(todo) - 1))]
+        errors = [_drain(work, todo), *(helper.result() for helper in helpers)]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """Let the threads go; the next `run` makes new ones."""
+        pool, self._pool = self._pool, None
+        if pool is not None and self._owner == os.getpid():
+            pool.shutdown(wait=False)
+
+    def _started(self) -> ThreadPoolExecutor:
+        if self._pool is None or self._owner != os.getpid():
+            self._pool, self._owner = ThreadPoolExecutor(self._extra, "read"), os.getpid()
+        return self._pool
+
+
+def _drain(work: Callable[[T], None], todo: deque[T]) -> BaseException | None:
+    """Work on items until none is left or one fails; then nobody takes another."""
+    while True:
+        try:
+            item = todo.popleft()
+        except IndexError:
+            return None
+        try:
+            work(item)
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller of `run`
+            todo.clear()
+            return error
+
+
+def neighbours(files: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[slice]:
+    """Split extents, sorted by file and start, into runs that one call can read.
+
+    Extents join where they follow each other in one piece of `CHUNK_BYTES` of one file, so that no run is
+    longer than that; an extent across a piece's edge is a run of its own. All arrays are [N].
+    """
+    ends = starts + sizes
+    piece = starts // CHUNK_BYTES
+    inside = (ends - 1) // CHUNK_BYTES == piece
+    joined = (files[1:] == files[:-1]) & (starts[1:] == ends[:-1]) & (piece[1:] == piece[:-1])
+    joined &= inside[1:] & inside[:-1]
+    edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(files)]
+    return [slice(low, high) for low, high in itertools.pairwise(edges)]
