@@ -23,7 +23,7 @@ from dflash.extract.prompts import Prompt, load_prompts
 from dflash.pretrained import CONFIG_NAME, load_drafter
 from dflash.progress import Progress
 from dflash.target import DTYPES, Target, load_tokenizer
-from dflash.train.checkpoint import latest_checkpoint
+from dflash.train.checkpoint import best_checkpoint, latest_checkpoint
 from dflash.world import World
 
 
@@ -160,14 +160,16 @@ class EvalReport:
 
 
 def resolve_drafter(path: Path) -> Path:
-    """The folder to load: `path` itself, or the newest whole checkpoint of the run at `path`.
+    """The folder to load: `path`, or of the run at `path` the best checkpoint, else the newest whole one.
+
+    A run marks its best checkpoint with `--keep-best`.
 
     Raises:
         CheckpointError: there is neither.
     """
     if (path / CONFIG_NAME).exists():
         return path
-    newest = latest_checkpoint(path)
+    newest = best_checkpoint(path) or latest_checkpoint(path)
     if newest is None:
         raise CheckpointError(f"{path} is neither a drafter folder nor a run with a checkpoint")
     return newest

@@ -96,13 +96,17 @@ def drafter_config(**changes: Any) -> DrafterConfig:
 
 def write_cache(
     folder: Path,
-    lengths: list[int],
+    lengths: list[int] | list[Sample],
     *,
     edges: tuple[int, ...] = (16, 32, 64),
     hidden: int = 32,
     seed: int = 0,
+    dtype: str = "bfloat16",
 ) -> Path:
-    """A complete cache of random samples of these lengths, taps 1 and 3, the last two thirds supervised."""
+    """A complete cache of random samples of these lengths, taps 1 and 3, the last two thirds supervised.
+
+    Or of these samples, whose hidden states must be of `dtype`.
+    """
     rng = np.random.default_rng(seed)
     identity = Identity(
         target="tiny",
@@ -115,7 +119,7 @@ def write_cache(
         num_target_layers=6,
         hidden_size=hidden,
         vocab_size=VOCAB,
-        dtype="bfloat16",
+        dtype=dtype,
         codec="raw",
         bucket_edges=edges,
         max_length=edges[-1],
@@ -136,8 +140,8 @@ def write_cache(
     }
     publish_json(folder / TARGET_CONFIG_NAME, {"config": config, "mask_token_id": MASK})
     with CacheWriter(folder, manifest, "w0") as writer:
-        for number, length in enumerate(lengths):
-            writer.write(random_sample(rng, number + 1, length, hidden))
+        for number, given in enumerate(lengths, start=1):
+            writer.write(given if isinstance(given, Sample) else random_sample(rng, number, given, hidden))
     finalize(folder)
     return folder
 

@@ -29,6 +29,7 @@ def evaluate_command(*, as_json: bool, **flags: Any) -> None:
     """
     from dflash.evaluate import EvalConfig, evaluate
 
+    flags["drafter"] = _named(flags["drafter"])
     flags["data"] = tuple(flags["data"])
     report = evaluate(EvalConfig(**flags))
     click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table())
@@ -50,7 +51,7 @@ def generate(target: str, drafter: Path, prompt: str, **flags: Any) -> None:
     from dflash.evaluate import open_pair
 
     model, network, tokenizer = open_pair(
-        target, drafter, dtype=flags["dtype"], trust_remote_code=flags["trust_remote_code"]
+        target, _named(drafter), dtype=flags["dtype"], trust_remote_code=flags["trust_remote_code"]
     )
     chat = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -61,3 +62,15 @@ def generate(target: str, drafter: Path, prompt: str, **flags: Any) -> None:
     click.echo(
         f"{len(result.tokens)} tokens, {rate:.1f} tokens/s, acceptance length {result.tau:.2f}", err=True
     )
+
+
+def _named(drafter: Path) -> Path:
+    """The folder that will be loaded; said where a run leaves it open which of its checkpoints that is."""
+    from dflash.evaluate import resolve_drafter
+    from dflash.train.checkpoint import best_checkpoint
+
+    folder = resolve_drafter(drafter)
+    if folder != drafter:
+        which = "best held-out walk" if folder == best_checkpoint(drafter) else "newest"
+        click.echo(f"drafter: {folder} ({which})", err=True)
+    return folder

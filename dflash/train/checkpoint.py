@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dflash.drafter import Drafter
 
 FOLDER = "checkpoints"
+BEST_NAME = "best"
 # In a folder of their own: vLLM loads every *.safetensors file beside the model as weights.
 TRAINER_FOLDER = "trainer"
 STATE_NAME = f"{TRAINER_FOLDER}/state.json"
@@ -52,6 +53,8 @@ class TrainState:
     """Resolved settings that must not change within a run."""
     mix: dict[str, Any] | None = None
     """What has been counted of the length mix; None counts it from here."""
+    best: dict[str, Any] | None = None
+    """Step of the last evaluation, and step and value of the best walk; None before the first."""
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -60,12 +63,18 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def save_checkpoint(
-    run: Path, drafter: Drafter, optimizer: Optimizer, state: TrainState, *, keep: int = 3
+    run: Path,
+    drafter: Drafter,
+    optimizer: Optimizer,
+    state: TrainState,
+    *,
+    keep: int = 3,
+    spared: int | None = None,
 ) -> Path:
     """Write a checkpoint and, once it is in place, remove what it makes superfluous.
 
-    That is all but `keep - 1` older ones, and newer ones: a run goes on from its newest whole checkpoint, so
-    those are damaged.
+    That is all but `keep - 1` older ones and that of step `spared`, and newer ones: a run goes on from its
+    newest whole checkpoint, so those are damaged.
 
     Raises:
         CheckpointError: a weight is not finite.
@@ -90,8 +99,35 @@ def save_checkpoint(
     found = checkpoints(run)
     here = found.index(final)
     for path in (*found[:here], *found[here + keep :]):
+        if spared is not None and path == checkpoint_path(run, spared):
+            continue
         shutil.rmtree(path, ignore_errors=True)
     return final
+
+
+def mark_best(run: Path, step: int | None) -> None:
+    """Let `RUN/checkpoints/best` be a link to the checkpoint of this step; no link for None or 0."""
+    link = run / FOLDER / BEST_NAME
+    if not step:
+        link.unlink(missing_ok=True)
+        return
+    name = checkpoint_path(run, step).name
+    if link.is_symlink() and link.readlink().name == name:
+        return
+    tmp = link.with_name(f".{BEST_NAME}.tmp")
+    tmp.unlink(missing_ok=True)
+    tmp.symlink_to(name)  # relative, so that a run's folder can be moved
+    tmp.replace(link)
+    fsync_path(link.parent)
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """The whole checkpoint that a run marks as its best, or None."""
+    link = run / FOLDER / BEST_NAME
+    if not link.is_symlink():
+        return None
+    path = link.parent / link.readlink().name
+    return path if is_whole(path) else None
 
 
 def _write_state(folder: Path, state: TrainState) -> None:
@@ -150,7 +186,7 @@ def load_state(checkpoint: Path) -> TrainState:
     path = checkpoint / STATE_NAME
     try:
         raw = json.loads(path.read_bytes())
-        return TrainState(raw["step"], raw["sampler"], raw["settings"], raw.get("mix"))
+        return TrainState(raw["step"], raw["sampler"], raw["settings"], raw.get("mix"), raw.get("best"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a training state ({error!r})") from error
 

@@ -11,6 +11,7 @@ import torch
 
 from dflash.errors import ConfigError
 from dflash.train.batches import AnchorConfig
+from dflash.train.holdout import HoldoutConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
 from dflash.train.optim import OptimConfig
@@ -30,6 +31,7 @@ class TrainConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    holdout: HoldoutConfig = field(default_factory=HoldoutConfig)
     epochs: int | None = 6
     """Passes over the cache; None means until `max_steps`."""
     max_steps: int | None = None
@@ -41,6 +43,10 @@ class TrainConfig:
     """Steps between checkpoints."""
     keep: int = 3
     """Checkpoints that are kept."""
+    eval_every: int | None = None
+    """Steps between walks over the held-out samples; as `save_every` when None; one more at the end."""
+    keep_best: bool = False
+    """Keep the checkpoint with the best walk beside the newest ones."""
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -52,12 +58,14 @@ class TrainConfig:
         """
         if self.epochs is None and self.max_steps is None:
             raise ConfigError("a run needs an end: give --epochs or --max-steps")
-        for flag in ("epochs", "max_steps", "save_every", "keep"):
+        for flag in ("epochs", "max_steps", "save_every", "keep", "eval_every"):
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise ConfigError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
+        if self.keep_best and not self.holdout.share:
+            raise ConfigError("--keep-best follows the walk over held-out samples; give --holdout 0.02, say")
         if self.objective.block_size != self.network.block_size:
             raise ConfigError(
                 f"the loss is for blocks of {self.objective.block_size}, the network has blocks of "
@@ -66,7 +74,7 @@ class TrainConfig:
 
     def settings(self) -> dict[str, Any]:
         """What must not change when a run is resumed, JSON-ready."""
-        parts = ("network", "anchors", "objective", "sampler", "optim")
+        parts = ("network", "anchors", "objective", "sampler", "optim", "holdout")
         own = ("epochs", "max_steps", "seed", "precision")
         tree = {part: asdict(getattr(self, part)) for part in parts} | {
             key: getattr(self, key) for key in own

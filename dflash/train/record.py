@@ -69,6 +69,7 @@ class RunLog:
         self._started = time.perf_counter()
         self._step = 0
         self.last_tokens = 0
+        self._walk: float | None = None
 
     def start(self, done: int, mix: MeterState | None = None) -> None:
         """Begin behind `done` steps: lines of steps that are repeated after a crash are cut off.
@@ -100,6 +101,14 @@ class RunLog:
             "seconds": seconds,
             "mix": self.mix(),
         }
+        self._write(line)
+
+    def add_evaluation(self, figures: dict[str, Any]) -> None:
+        """Record a walk over the held-out samples; its line says `"kind": "evaluation"`."""
+        self._walk = figures["walk_tau"]
+        self._write(figures)
+
+    def _write(self, line: dict[str, Any]) -> None:
         if self._enabled:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -109,8 +118,9 @@ class RunLog:
         recent = slice(-10, None)
         loss, tau = np.mean(self._losses[recent]), np.mean(self._taus[recent])
         share = waited / max(time.perf_counter() - self._started, 1e-9)
+        walk = "" if self._walk is None else f", walk tau {self._walk:.2f}"
         return (
-            f"step {self._step}, loss {loss:.3f}, anchor tau {tau:.2f}, {self._mix_bar()}, "
+            f"step {self._step}, loss {loss:.3f}, anchor tau {tau:.2f}{walk}, {self._mix_bar()}, "
             f"waiting for data {share:.1%}"
         )
 

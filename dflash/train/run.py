@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash.cache.reader import CacheReader
+from dflash.cache.subset import subset
 from dflash.dist import barrier, device_of, sum_over_ranks
 from dflash.drafter import Drafter, init_weights
 from dflash.errors import ConfigError, TrainingError
@@ -24,10 +25,13 @@ from dflash.train.checkpoint import (
     checkpoint_path,
     latest_checkpoint,
     load_state,
+    mark_best,
     restore,
     save_checkpoint,
 )
 from dflash.train.config import PRECISIONS, TrainConfig
+from dflash.train.evaluation import Best, Evaluator
+from dflash.train.holdout import split
 from dflash.train.loader import BlockPlan, LoadedStep, StepLoader, on_device
 from dflash.train.network import drafter_config
 from dflash.train.objective import DraftingLoss, LossSums
@@ -47,8 +51,11 @@ class Run:
     """The parts of a run and its position."""
 
     def __init__(self, config: TrainConfig, world: World, reader: CacheReader, head: TargetHead) -> None:
-        self.config, self.world, self.reader = config, world, reader
+        self.config, self.world = config, world
         self.device = device_of(world)
+        rows, held_out = split(reader.index.ids, config.holdout)
+        self.reader = reader if config.holdout.share == 0 else subset(reader, rows)
+        reader, held_out_reader = self.reader, subset(reader, held_out)
         identity = reader.manifest.identity
         network = drafter_config(config.network, reader.cache, reader.manifest)
         shape = BlockShape(network.block_size, network.mask_token_id)
@@ -63,6 +70,8 @@ class Run:
         self.drafter.to(self.device)
         head = head.to(self.device, PRECISIONS[config.precision])
         loss = DraftingLoss(self.drafter, head, config.objective, len(identity.bucket_edges))
+        self.evaluator = Evaluator(held_out_reader, head, world, self.device)
+        self.best = Best()
         self.module: nn.Module = loss
         if world.size > 1:
             self.module = DistributedDataParallel(loss, gradient_as_bucket_view=True)
@@ -100,6 +109,8 @@ class Run:
             record |= {"cache_digest": reader.manifest.digest(), "drafter": asdict(run.drafter.config)}
             record |= {"bucket_edges": reader.manifest.identity.bucket_edges}
             write_run_record(config.out, "train", record)
+            if newest is not None:
+                mark_best(config.out, run.best.step if config.keep_best else None)
         run.log.start(run.done, run.mix_before)
         return run
 
@@ -115,6 +126,7 @@ class Run:
         restore(checkpoint, self.drafter, self.optimizer)
         self.done = self.saved = state.step
         self.sampler_state, self.mix_before = state.sampler, state.mix
+        self.best = Best(**(state.best or {}))
         self.consumed = self.sampler.tokens
 
     @property
@@ -208,6 +220,22 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether a step at which the held-out samples are walked has been passed since they last were."""
+        every = self.config.eval_every or self.config.save_every
+        return self.best.evaluated < self.done // every * every
+
+    def evaluate(self) -> None:
+        """Walk over the held-out samples, unless there are none or this step did so already."""
+        if not len(self.evaluator) or self.best.evaluated == self.done:
+            return
+        figures = self.evaluator.walk(self.drafter)
+        improved = self.best.see(self.done, figures["walk_tau"])
+        self.log.add_evaluation({"kind": "evaluation", "step": self.done, "epoch": self._epoch()} | figures)
+        if improved and self.config.keep_best:
+            self.save()
+
     def agree(self, wish: bool) -> bool:
         """Whether any rank wishes to stop; all ranks get the same answer."""
         if self.world.size == 1:
@@ -218,9 +246,14 @@ class Run:
         """Write a checkpoint on the first rank, while the others wait, unless this step has one already."""
         if self.saved != self.done:
             settings, mix = self.config.settings(), self.log.mix_state()
-            state = TrainState(self.done, self.sampler_state, settings, mix)
+            best = self.best.state()
+            state = TrainState(self.done, self.sampler_state, settings, mix, best)
+            spared = best["step"] if self.config.keep_best else None
             if self.world.is_main:
-                save_checkpoint(self.config.out, self.drafter, self.optimizer, state, keep=self.config.keep)
+                save_checkpoint(
+                    self.config.out, self.drafter, self.optimizer, state, keep=self.config.keep, spared=spared
+                )
+                mark_best(self.config.out, spared)
             barrier()
             self.saved = self.done
         return checkpoint_path(self.config.out, self.done)

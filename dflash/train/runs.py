@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Run:
     """Resolved configuration."""
     steps: list[dict[str, Any]]
     """One line of figures a step, at least one."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """One line of figures a walk over the held-out samples."""
 
     @property
     def tail(self) -> list[dict[str, Any]]:
@@ -67,10 +69,12 @@ def load_run(path: Path) -> Run:
         raise ConfigError(f"{record} is not the record of a run ({error!r})") from error
     if "bucket_edges" not in config:
         raise ConfigError(f"{record} is not the record of a `dflash train` of this version: no bucket_edges")
-    steps = _load_steps(path / METRICS_NAME)
+    lines = _load_lines(path / METRICS_NAME)
+    evaluations = [line for line in lines if line.get("kind") == "evaluation"]
+    steps = [line for line in lines if "kind" not in line]
     if not steps:
         raise ConfigError(f"{path} holds no steps of `dflash train`, so there is nothing to compare")
-    return Run(path, config, steps)
+    return Run(path, config, steps, evaluations)
 
 
 def bucket_losses(path: Path, edges: Sequence[int]) -> list[float]:
@@ -90,22 +94,24 @@ def bucket_losses(path: Path, edges: Sequence[int]) -> list[float]:
     return [whole if loss is None else loss for loss in losses]
 
 
-def _load_steps(path: Path) -> list[dict[str, Any]]:
+def _load_lines(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text().splitlines()
     except OSError:
         return []
-    steps = []
+    found = []
     for number, line in enumerate(lines, start=1):
         try:
-            step = json.loads(line)
-            step["step"], step["loss"], step["tokens"]
+            figures = json.loads(line)
+            figures["step"]
+            if "kind" not in figures:
+                figures["loss"], figures["tokens"]
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):
                 break  # a run that is still going, or was killed, may have written half of its last line
             raise ConfigError(f"{path}: line {number} is not a step's figures ({error!r})") from error
-        steps.append(step)
-    return steps
+        found.append(figures)
+    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:

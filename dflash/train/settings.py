@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash.train.batches import AnchorConfig
 from dflash.train.config import TrainConfig
+from dflash.train.holdout import HoldoutConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
 from dflash.train.optim import OptimConfig
@@ -43,10 +44,13 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
             seed=f["seed"],
         ),
         optim=OptimConfig(f["optimizer"], lr=f["lr"], warmup=f["warmup"]),
+        holdout=HoldoutConfig(f["holdout"], f["eval_samples"]),
         epochs=epochs,
         max_steps=f["max_steps"],
         seed=f["seed"],
         save_every=f["save_every"],
         keep=f["keep"],
+        eval_every=f["eval_every"],
+        keep_best=f["keep_best"],
         resume=f["resume"],
     )

@@ -4,7 +4,8 @@
 2. Build the drafter in float32, the sampler and the optimizer; or put them back from the newest checkpoint.
 3. For every step: sum the loss over this rank's micro-batches, divide by the weights of the whole step over
    all ranks, clip, update, record.
-4. Save where asked, at the end, and when a signal asks the run to stop.
+4. Walk over the held-out samples where asked, and at the end.
+5. Save where asked, at the end, and when a signal asks the run to stop.
 """
 
 from __future__ import annotations
@@ -46,12 +47,17 @@ def train(config: TrainConfig, world: World) -> TrainResult:
                 if run.agree(stop.name is not None):
                     stopped = stop.name or "a signal to another rank"
                     break
+                if run.evaluation_due:
+                    run.evaluate()
                 if run.done % config.save_every == 0:
                     run.save()
+            seconds = time.perf_counter() - started
+            if stopped is None:
+                run.evaluate()
         return TrainResult(
             steps=run.done,
             tokens=run.consumed,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
             loss=run.log.final_loss(),
             checkpoint=run.save(),
             stopped=stopped,

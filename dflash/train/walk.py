@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from dflash.train.batches import BlockShape, Document, PackedBatch, pack
 
 LOGIT_ROWS = 512
 """Positions whose logits exist at once."""
+PASS_SLOTS = 1 << 14
+"""Slots of all blocks of one forward pass; a sample with more is a pass of its own."""
 
 
 @dataclass
@@ -77,37 +80,85 @@ def response_runs(loss_mask: np.ndarray) -> list[tuple[int, int]]:
     return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2) if end - begin >= 2]
 
 
+class Walked(NamedTuple):
+    """What drafting from every position of one response gave; n positions, its last one left out."""
+
+    row: int
+    """Row of the cache's index."""
+    accepted: np.ndarray
+    """Tokens that a cycle from each position would add, int64 `[n]`; at most what is left."""
+    drafts: np.ndarray
+    """Leading right drafts, int64 `[n]`."""
+    possible: np.ndarray
+    """Drafts that lie inside the response, int64 `[n]`; what is behind its end is known to nobody."""
+
+
 @torch.no_grad()
 def walk_samples(
     drafter: Drafter, head: TargetHead, reader: CacheReader, rows: Sequence[int], device: torch.device
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Draft from every position of every response of these samples.
+) -> Iterator[Walked]:
+    """Draft from every position of every response of these samples, all in one forward pass.
 
     Args:
         drafter: Any dtype, on `device`.
         head: On `device`, in the dtype to compute logits in.
         reader: The cache.
-        rows: Rows of its index.
+        rows: Rows of its index; `walk_passes` divides many.
         device: Where to compute.
 
     Yields:
-        The row, and for each of its responses the tokens a cycle from each anchor would add, int64 `[n]`.
+        Each response that has two tokens or more, in the order of the rows.
     """
     shape = BlockShape(drafter.config.block_size, drafter.config.mask_token_id)
-    for row in rows:
-        (sample,) = reader.read([row])
-        for begin, end in response_runs(sample.loss_mask):
-            anchors = np.arange(begin, end - 1)
-            batch = pack([Document(sample, anchors, 0)], shape).to(device)
-            hits = _hits(drafter, head, batch)
-            # drafts behind the response's end are known to nobody, so they are not accepted
-            inside = batch.block_positions[:, 1:] < end
-            accepted = (hits & inside).long().cumprod(dim=1).sum(dim=1).cpu().numpy()
-            yield row, np.minimum(accepted + 1, end - 1 - anchors)
+    responses = [
+        (row, begin, end, sample)
+        for row, sample in zip(rows, reader.read(rows), strict=True)
+        for begin, end in response_runs(sample.loss_mask)
+    ]
+    docs = [Document(sample, np.arange(begin, end - 1), 0) for _, begin, end, sample in responses]
+    left = [end - 1 - doc.anchors for doc, (_, _, end, _) in zip(docs, responses, strict=True)]
+    possible = [np.minimum(part, shape.size - 1) for part in left]
+    batch = pack(docs, shape).to(device)
+    limits = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *possible])).to(device)
+    drafts = _leading_hits(drafter, head, batch, limits).cpu().numpy()
+    ends = np.cumsum([len(doc.anchors) for doc in docs])[:-1]
+    for (row, *_), most, reach, right in zip(responses, left, possible, np.split(drafts, ends), strict=False):
+        yield Walked(row, np.minimum(right + 1, most), right, reach)
 
 
-def _hits(drafter: Drafter, head: TargetHead, batch: PackedBatch) -> Tensor:
-    """Whether each slot k = 1..B-1 drafts the token that is there, bool `[A, B-1]`."""
+def walk_passes(supervised: np.ndarray, block_size: int) -> list[list[int]]:
+    """Divide samples into forward passes of about `PASS_SLOTS` slots, similar lengths together.
+
+    Args:
+        supervised: Supervised tokens of each sample, `[N]`: no more positions are drafted from.
+        block_size: B.
+    """
+    passes: list[list[int]] = []
+    room = 0
+    for row in np.argsort(supervised, kind="stable").tolist():
+        slots = int(supervised[row]) * block_size
+        if slots > room or not passes:
+            passes.append([])
+            room = PASS_SLOTS
+        passes[-1].append(row)
+        room -= slots
+    return passes
+
+
+def _leading_hits(drafter: Drafter, head: TargetHead, batch: PackedBatch, limits: Tensor) -> Tensor:
+    """How many of each block's slots from the first on draft the token that is there, int64 `[A]`.
+
+    Slot by slot, so that only blocks whose slots before were right reach the `lm_head`.
+
+    Args:
+        drafter: The network.
+        head: The target's head.
+        batch: A blocks.
+        limits: Slots to look at, int64 `[A]`.
+    """
+    count = torch.zeros_like(limits)
+    if not batch.blocks:
+        return count
     dtype = head.lm_head.dtype
     with torch.autocast(batch.block_ids.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         hidden = drafter(
@@ -117,9 +168,14 @@ def _hits(drafter: Drafter, head: TargetHead, batch: PackedBatch) -> Tensor:
             batch.context_positions,
             batch.layout,
         )
-    rows = hidden[:, 1:].flatten(0, 1).to(dtype)  # [A, B-1, H] -> [P, H]
-    drafts = torch.cat([head.logits(part).argmax(dim=-1) for part in rows.split(LOGIT_ROWS)])
-    return drafts.view_as(batch.labels) == batch.labels
+    right = torch.arange(batch.blocks, device=limits.device)  # blocks all right so far
+    for slot in range(batch.labels.shape[1]):
+        right = right[limits[right] > slot]
+        rows = hidden[right, slot + 1].to(dtype)  # slot 0 is the anchor
+        drafts = [head.logits(part).argmax(dim=-1) for part in rows.split(LOGIT_ROWS)]
+        right = right[torch.cat(drafts) == batch.labels[right, slot]]
+        count[right] += 1
+    return count
 
 
 def pooled(walks: Iterable[np.ndarray]) -> WalkSums:

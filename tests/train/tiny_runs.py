@@ -16,6 +16,7 @@ from torch import distributed as torch_dist
 from dflash.train.batches import AnchorConfig
 from dflash.train.checkpoint import TENSORS_NAME
 from dflash.train.config import TrainConfig
+from dflash.train.holdout import HoldoutConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
 from dflash.train.optim import OptimConfig
@@ -25,13 +26,14 @@ LENGTHS = [20, 40, 60, 10, 30, 12, 50, 8, 33, 21]
 
 
 def tiny_config(cache: Path, out: Path, **changes: Any) -> TrainConfig:
-    """Blocks of 4, 2 layers, micro-batches of 64 tokens, 2 a step; 8 steps unless told otherwise."""
+    """Blocks of 4, 2 layers, micro-batches of 64 tokens, 2 a step, nothing held out; 8 steps by default."""
     parts: dict[str, Any] = {
         "network": NetworkConfig(2, 4),
         "anchors": AnchorConfig(64, 0.5),
         "objective": ObjectiveConfig(4),
         "sampler": SamplerConfig(tokens_per_batch=64, batches_per_step=2, min_ready=1, max_ready=4),
         "optim": OptimConfig(lr=1e-3),
+        "holdout": HoldoutConfig(0.0),
         "epochs": None,
         "max_steps": 8,
     }
