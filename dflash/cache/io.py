@@ -31,6 +31,8 @@ MAX_OPEN_FILES = 64
 CHUNK_BYTES = 1 << 20
 """Neighbours are joined up to this size, and longer extents are read in such pieces: a piece is still in the
 processor's cache when its checksum is computed."""
+PORTION_BYTES = 4 << 20
+"""What a thread takes at a time."""
 READ_THREADS = 4
 """Threads that share one read, at most; fewer where there are fewer processors."""
 REPAIR = "run `dflash cache verify` to list what is bad, and `dflash extract` again to restore it"
@@ -81,14 +83,17 @@ class OpenFile:
                 raise CacheCorrupt(f"{self.path}: ends at byte {start}, it was cut short; {REPAIR}")
             parts = _behind(parts, count)
 
-    def fill_checked(self, part: memoryview, start: int) -> int:
-        """Fill one part of any length; its crc32c, computed piece by piece while the bytes are at hand."""
-        crc = 0
+    def fill_checked(self, parts: list[memoryview], start: int) -> list[int]:
+        """Fill the parts as `fill` does; the crc32c of each, computed while its bytes are at hand."""
+        if len(parts) > 1 or len(parts[0]) <= CHUNK_BYTES:
+            self.fill(parts, start)
+            return [crc32c.crc32c(part) for part in parts]
+        (part,), crc = parts, 0
         for at in range(0, len(part), CHUNK_BYTES):
             piece = part[at : at + CHUNK_BYTES]
             self.fill([piece], start + at)
             crc = crc32c.crc32c(piece, crc)
-        return crc
+        return [crc]
 
     def bytes_at(self, start: int, count: int) -> bytearray:
         """These bytes of the file."""
@@ -201,16 +206,26 @@ def _drain(work: Callable[[T], None], todo: deque[T]) -> BaseException | None:
             return error
 
 
-def neighbours(files: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[slice]:
-    """Split extents, sorted by file and start, into runs that one call can read.
+def portions(files: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[slice]:
+    """Split extents, sorted by file, into portions of about `PORTION_BYTES` of one file. Arrays are [N]."""
+    place = (np.cumsum(sizes) - sizes) // PORTION_BYTES
+    return _slices((files[1:] == files[:-1]) & (place[1:] == place[:-1]))
 
-    Extents join where they follow each other in one piece of `CHUNK_BYTES` of one file, so that no run is
-    longer than that; an extent across a piece's edge is a run of its own. All arrays are [N].
+
+def neighbours(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[slice]:
+    """Split extents of one file, sorted by start, into runs that one call can read. Arrays are [N].
+
+    Extents join where they follow each other inside one piece of `CHUNK_BYTES` of the file, so that no run of
+    several is longer than that; an extent across a piece's edge is a run of its own.
     """
     ends = starts + sizes
     piece = starts // CHUNK_BYTES
     inside = (ends - 1) // CHUNK_BYTES == piece
-    joined = (files[1:] == files[:-1]) & (starts[1:] == ends[:-1]) & (piece[1:] == piece[:-1])
-    joined &= inside[1:] & inside[:-1]
-    edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(files)]
+    joined = (starts[1:] == ends[:-1]) & (piece[1:] == piece[:-1])
+    return _slices(joined & inside[1:] & inside[:-1])
+
+
+def _slices(joined: NDArray[np.bool_]) -> list[slice]:
+    """Runs of items, of which number i and i + 1 belong together where `joined[i]`."""
+    edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(joined) + 1]
     return [slice(low, high) for low, high in itertools.pairwise(edges)]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import crc32c
 import numpy as np
 import torch
 
 from dflash.cache.index import CacheIndex, check_complete, committed_ids, load_index
-from dflash.cache.io import MAX_OPEN_FILES, REPAIR, OpenFile, OpenFiles, Workers, neighbours
+from dflash.cache.io import MAX_OPEN_FILES, REPAIR, OpenFile, OpenFiles, Workers, neighbours, portions
 from dflash.cache.manifest import load_manifest
 from dflash.cache.shard import DATA_START, TORCH_DTYPES, Sample, ShardLayout
 from dflash.errors import CacheCorrupt
@@ -102,54 +103,74 @@ class CacheReader:
     def _read(self, wanted: NDArray[np.int64], flat: torch.Tensor) -> list[Sample]:
         lengths = self.index.lengths[wanted].astype(np.int64)
         sizes = lengths * self._bytes_per_token
-        places = np.cumsum(sizes) - sizes  # first byte of each sample in the buffer
         extents = self.index.locate(wanted)
         # In file order, so that neighbours are read together and each shard is opened once.
         order = np.lexsort((extents.offsets, extents.shards))
-        runs = neighbours(extents.shards[order], extents.offsets[order], sizes[order])
-        memory = flat.numpy().data
-        columns = (*extents, lengths, places, places + sizes, self.index.ids[wanted])
-        wants = [
-            _Want(*values) for values in zip(*(column[order].tolist() for column in columns), strict=True)
-        ]
-        tokens: list[tuple[NDArray[np.int32], NDArray[np.uint8]]] = [_NONE] * len(wanted)
+        shards, token_ends = extents.shards[order], np.cumsum(lengths[order])
+        batch = _Batch(
+            ids=self.index.ids[wanted[order]],
+            rows=extents.shard_rows[order],
+            offsets=extents.offsets[order],
+            sizes=sizes[order],
+            crcs=extents.crcs[order],
+            starts=(np.cumsum(sizes) - sizes)[order],
+            token_starts=token_ends - lengths[order],
+            token_ends=token_ends,
+            memory=flat.numpy().data,
+            input_ids=np.empty(token_ends[-1], "<i4"),
+            loss_mask=np.empty(token_ends[-1], np.uint8),
+        )
 
-        def read(run: slice) -> None:
-            shard = self._shards.get(wants[run.start].shard)
-            tokens[run] = shard.read(wants[run], memory, checked=self._checked)
+        def read(part: slice) -> None:
+            self._shards.get(shards.item(part.start)).read(batch, part, checked=self._checked)
 
-        self._workers.run(read, runs)
-        states = self._views(flat, lengths)
-        samples: list[Sample | None] = [None] * len(wanted)
-        for place, want, (input_ids, loss_mask) in zip(order.tolist(), wants, tokens, strict=True):
-            samples[place] = Sample(want.id, input_ids, loss_mask, states[place])
+        self._workers.run(read, portions(shards, batch.sizes))
+        return self._samples(batch, order, flat)
+
+    def _samples(self, batch: _Batch, order: NDArray[np.int64], flat: torch.Tensor) -> list[Sample]:
+        """The samples of a batch that has been read, number i of it at place `order[i]`."""
+        states = self._states(flat, batch.sizes[np.argsort(order)])
+        input_ids = batch.input_ids.astype(np.int32, copy=False)
+        samples: list[Sample | None] = [None] * len(order)
+        columns = (order, batch.ids, batch.token_starts, batch.token_ends)
+        for place, name, start, end in zip(*(column.tolist() for column in columns), strict=True):
+            samples[place] = Sample(name, input_ids[start:end], batch.loss_mask[start:end], states[place])
         return cast("list[Sample]", samples)
 
-    def _views(self, flat: torch.Tensor, lengths: NDArray[np.int64]) -> Sequence[torch.Tensor]:
-        """The samples' hidden states [T, K, H] in the buffer."""
+    def _states(self, flat: torch.Tensor, sizes: NDArray[np.int64]) -> Sequence[torch.Tensor]:
+        """Views of the buffer: the hidden states [T, K, H] of samples of these bytes, one after another."""
         identity = self.manifest.identity
-        shape = (int(lengths.sum()), len(identity.taps), identity.hidden_size)
-        return torch.split(flat.view(TORCH_DTYPES[identity.dtype]).view(shape), lengths.tolist())
+        shape = (-1, len(identity.taps), identity.hidden_size)
+        together = flat.view(TORCH_DTYPES[identity.dtype]).view(shape)
+        return torch.split(together, (sizes // self._bytes_per_token).tolist())
 
     def _open(self, number: int) -> _Shard:
         return _Shard(self.cache, self.index.layouts[number])
 
 
-class _Want(NamedTuple):
-    """A sample that is to be read."""
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Samples to be read, in file order [N]; T is the sum of their lengths."""
 
-    shard: int
-    row: int
-    """0-based, in its shard."""
-    offset: int
-    """First byte of its hidden states in the shard."""
-    crc: int
-    length: int
-    """Tokens."""
-    start: int
-    """First byte of its hidden states in the buffer."""
-    end: int
-    id: int
+    ids: NDArray[np.uint64]
+    rows: NDArray[np.int64]
+    """0-based, in their shards."""
+    offsets: NDArray[np.int64]
+    """First byte of their hidden states in their shards."""
+    sizes: NDArray[np.int64]
+    """Bytes of their hidden states."""
+    crcs: NDArray[np.uint32]
+    starts: NDArray[np.int64]
+    """First byte of their hidden states in `memory`."""
+    token_starts: NDArray[np.int64]
+    token_ends: NDArray[np.int64]
+    """First token of each in `input_ids` and `loss_mask`, and the first behind."""
+    memory: memoryview
+    """Where hidden states go."""
+    input_ids: NDArray[np.int32]
+    """[T], where token ids go."""
+    loss_mask: NDArray[np.uint8]
+    """[T], where masks go."""
 
 
 class _Shard:
@@ -163,9 +184,9 @@ class _Shard:
         self._file = OpenFile(cache / layout.name, layout.file_size)
         if self._file.bytes_at(0, DATA_START) != layout.header():
             raise CacheCorrupt(f"{self._file.path}: its header is not that of the committed shard; {REPAIR}")
-        tail = self._file.bytes_at(layout.offsets_start, layout.file_size - layout.offsets_start)
-        self._offsets = np.frombuffer(tail, "<i8", layout.samples + 1)
+        tail = self._file.bytes_at(layout.offsets_start, self.weight())
         ids_start = layout.input_ids_start - layout.offsets_start
+        self._offsets = np.frombuffer(tail, "<i8", layout.samples + 1)
         self._input_ids = np.frombuffer(tail, "<i4", layout.tokens, ids_start)
         self._loss_mask = np.frombuffer(tail, np.uint8, layout.tokens, ids_start + 4 * layout.tokens)
 
@@ -173,34 +194,49 @@ class _Shard:
         """Bytes held in memory."""
         return self.layout.file_size - self.layout.offsets_start
 
-    def read(
-        self, wants: Sequence[_Want], memory: memoryview, *, checked: bool
-    ) -> list[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
-        """Read samples that lie side by side: their hidden states into `memory`; their ids and masks [T]."""
-        parts = [memory[want.start : want.end] for want in wants]
-        if len(wants) == 1 and checked:
-            crcs = [self._file.fill_checked(parts[0], wants[0].offset)]
-        else:
-            self._file.fill(parts, wants[0].offset)
-            crcs = [crc32c.crc32c(part) for part in parts] if checked else []
-        tokens = [self._tokens(want) for want in wants]
-        for want, (input_ids, loss_mask), crc in zip(wants, tokens, crcs, strict=checked):
-            if crc32c.crc32c(loss_mask, crc32c.crc32c(input_ids, crc)) != want.crc:
-                raise CacheCorrupt(
-                    f"{self._where(want)}: its bytes have changed, they do not fit its checksum; {REPAIR}"
-                )
-        return tokens
+    def read(self, batch: _Batch, part: slice, *, checked: bool) -> None:
+        """Read these samples of the batch, which lie in this shard, into the batch's memory."""
+        self._take_tokens(batch, part)
+        offsets, sizes = batch.offsets[part], batch.sizes[part]
+        memory, starts, ends = (
+            batch.memory,
+            batch.starts[part].tolist(),
+            (batch.starts[part] + sizes).tolist(),
+        )
+        crcs: list[int] = []
+        for run in neighbours(offsets, sizes):
+            views = [memory[start:end] for start, end in zip(starts[run], ends[run], strict=True)]
+            if checked:
+                crcs += self._file.fill_checked(views, offsets.item(run.start))
+            else:
+                self._file.fill(views, offsets.item(run.start))
+        if checked:
+            self._check(batch, part, crcs)
 
-    def _tokens(self, want: _Want) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Copies of a sample's ids and mask [T], whose place the shard and the index must agree on."""
-        first = (want.offset - DATA_START) // self.layout.manifest.identity.bytes_per_token
-        end = first + want.length
-        if self._offsets.item(want.row) != first or self._offsets.item(want.row + 1) != end:
-            raise CacheCorrupt(f"{self._where(want)}: its offsets differ from the index; {REPAIR}")
-        return self._input_ids[first:end].astype(np.int32), self._loss_mask[first:end].copy()
+    def _take_tokens(self, batch: _Batch, part: slice) -> None:
+        """Copy ids and masks; the shard's offsets and the index must agree on where they are."""
+        rows, lengths = batch.rows[part], batch.token_ends[part] - batch.token_starts[part]
+        first = (batch.offsets[part] - DATA_START) // self.layout.manifest.identity.bytes_per_token
+        wrong = (self._offsets[rows] != first) | (self._offsets[rows + 1] != first + lengths)
+        if wrong.any():
+            where = self._where(batch, part, int(wrong.argmax()))
+            raise CacheCorrupt(f"{where}: its offsets differ from the index; {REPAIR}")
+        start, end = batch.token_starts.item(part.start), batch.token_ends.item(part.stop - 1)
+        taken = np.repeat(first - batch.token_starts[part], lengths) + np.arange(start, end)
+        np.take(self._input_ids, taken, out=batch.input_ids[start:end])
+        np.take(self._loss_mask, taken, out=batch.loss_mask[start:end])
 
-    def _where(self, want: _Want) -> str:
-        return f"{self._file.path}: row {want.row} (sample {want.id})"
+    def _check(self, batch: _Batch, part: slice, crcs: list[int]) -> None:
+        """Hold the checksums of the hidden states, carried on over ids and masks, against the index."""
+        input_ids, loss_mask = batch.input_ids.data.cast("B"), batch.loss_mask.data
+        starts, ends = batch.token_starts[part].tolist(), batch.token_ends[part].tolist()
+        expected = batch.crcs[part].tolist()
+        for place, (start, end, crc) in enumerate(zip(starts, ends, crcs, strict=True)):
+            with_ids = crc32c.crc32c(input_ids[4 * start : 4 * end], crc)
+            if crc32c.crc32c(loss_mask[start:end], with_ids) != expected[place]:
+                where = self._where(batch, part, place)
+                raise CacheCorrupt(f"{where}: its bytes have changed, they do not fit its checksum; {REPAIR}")
 
-
-_NONE = (np.empty(0, np.int32), np.empty(0, np.uint8))
+    def _where(self, batch: _Batch, part: slice, place: int) -> str:
+        row, sample_id = batch.rows.item(part.start + place), batch.ids.item(part.start + place)
+        return f"{self._file.path}: row {row} (sample {sample_id})"

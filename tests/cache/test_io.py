@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from itertools import pairwise
 
 import crc32c
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.cache import io
-from dflash.cache.io import OpenFile, OpenFiles, Workers, neighbours
+from dflash.cache.io import OpenFile, OpenFiles, Workers, neighbours, portions
 from dflash.errors import CacheCorrupt
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()
@@ -54,7 +55,7 @@ def test_a_piecewise_checksum_is_that_of_the_whole(path, monkeypatch):
     for chunk in (1, 7, 1000, 5000, 6000):
         monkeypatch.setattr(io, "CHUNK_BYTES", chunk)
         data = bytearray(4000)
-        assert OpenFile(path, len(CONTENT)).fill_checked(memoryview(data), 900) == crc32c.crc32c(data)
+        assert OpenFile(path, len(CONTENT)).fill_checked([memoryview(data)], 900) == [crc32c.crc32c(data)]
         assert data == CONTENT[900:4900]
 
 
@@ -64,25 +65,37 @@ def test_reading_behind_the_end_says_where_the_file_ends(path):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 900), st.booleans()), max_size=60), st.data())
-def test_runs_are_whole_ordered_and_joined_only_inside_a_piece_of_one_file(steps, data):
+@given(st.lists(st.tuples(st.integers(1, 900), st.booleans()), max_size=60), st.integers(0, 3000))
+def test_runs_are_whole_ordered_and_joined_only_inside_a_piece_of_the_file(steps, start):
+    starts, sizes = [start], [100]
+    for size, gap in steps:
+        starts.append(starts[-1] + sizes[-1] + gap)
+        sizes.append(size)
+    low, size = np.array(starts, np.int64), np.array(sizes, np.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io, "CHUNK_BYTES", 1000)
-        files, starts, sizes, end = [0], [data.draw(st.integers(0, 3000))], [100], 0
-        for ahead, size, gap in steps:
-            end = starts[-1] + sizes[-1]
-            files.append(files[-1] + (ahead == 3))
-            starts.append(end + gap)
-            sizes.append(size)
-        file, start, size = (np.array(column, np.int64) for column in (files, starts, sizes))
-        runs = neighbours(file, start, size)
-    assert [row for run in runs for row in range(run.start, run.stop)] == list(range(len(files)))
+        runs = neighbours(low, size)
+    high = low + size
+    assert [row for run in runs for row in range(run.start, run.stop)] == list(range(len(starts)))
     for run in runs:
-        assert len(set(files[run])) == 1
-        assert start[run][1:].tolist() == (start + size)[run][:-1].tolist()
-        if run.stop - run.start > 1:
-            assert (start + size)[run][-1] - start[run][0] <= 1000
-            assert start[run][0] // 1000 == ((start + size)[run][-1] - 1) // 1000
+        assert low[run][1:].tolist() == high[run][:-1].tolist()
+        assert run.stop - run.start == 1 or low[run][0] // 1000 == (high[run][-1] - 1) // 1000
+    for one, other in pairwise(runs):  # nothing is left apart that could be joined
+        begin, end = low[one.start], high[other.stop - 1] - 1
+        assert high[one.stop - 1] != low[other.start] or begin // 1000 != end // 1000
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 900)), min_size=1, max_size=60))
+def test_portions_are_whole_ordered_and_of_one_file(extents):
+    files, sizes = np.array(sorted(extents), np.int64).T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io, "PORTION_BYTES", 1000)
+        parts = portions(files, sizes)
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(files)))
+    for part in parts:
+        assert len(set(files[part])) == 1
+        assert sizes[part][:-1].sum() < 1000
+    assert len(parts) <= len(set(files)) + sizes.sum() // 1000
 
 
 @settings(max_examples=60, deadline=None)
