@@ -63,6 +63,15 @@ class Board:
         """Leave a JSON value of this rank."""
         self._set(f"{note}/{self.world.rank}", json.dumps(value))
 
+    def exchange(self, note: str, value: Any) -> list[Any]:
+        """Post a JSON value of this rank; gives those of all ranks, by rank.
+
+        Raises:
+            RankFailed: another rank failed meanwhile.
+        """
+        self.post(note, value)
+        return self.collect(note)
+
     def collect(self, note: str) -> list[Any]:
         """The values that all ranks have posted, by rank; waits for those that have not.
 
@@ -131,6 +140,11 @@ class Board:
         if self._has("failed"):
             raise RankFailed(self._get("failed"))
 
+    def fail(self, reason: str) -> None:
+        """Tell all ranks that one has failed, unless they know already."""
+        if not self._has("failed"):
+            self._set("failed", reason)
+
     def ask_to_stop(self, reason: str) -> None:
         """Ask all ranks to stop."""
         self._set("stop", reason)
@@ -148,17 +162,21 @@ class Board:
             with suppress(RankFailed):
                 if not isinstance(error, RankFailed):
                     text = str(error) if isinstance(error, DflashError) else repr(error)
-                    self._set("failed", f"rank {self.world.rank} has failed: {text}")
+                    self.fail(f"rank {self.world.rank} has failed: {text}")
                 self._leave()
             raise
         with suppress(RankFailed):  # all is done: the first rank may be gone already
             self._leave()
 
+    def count_out(self) -> None:
+        """Say that a rank will not come back to the board."""
+        self.add("left")
+
     def _leave(self) -> None:
         """The first rank may hold the store, so it goes last."""
         if self.world.size == 1:
             return
-        self.add("left")
+        self.count_out()
         deadline = time.monotonic() + _FAREWELL_S
         while self.world.is_main and self.add("left", 0) < self.world.size and time.monotonic() < deadline:
             time.sleep(_POLL_S)

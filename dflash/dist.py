@@ -15,7 +15,7 @@ from torch import distributed as torch_dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # re-exported silently
 from torch.distributed.rendezvous import rendezvous
 
-from dflash.errors import ConfigError
+from dflash.errors import EXIT_RANK_FAILED, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -94,6 +94,15 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    if not torch_dist.is_initialized():
+        return value
+    tensor = torch.tensor([value], dtype=torch.float64, device=device)
+    torch_dist.all_reduce(tensor, torch_dist.ReduceOp.MAX)
+    return float(tensor.item())
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if torch_dist.is_initialized():
@@ -139,7 +148,10 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
     except SignalException as error:  # the launcher has passed the signal on and waited for the processes
         raise SystemExit(128 + int(error.sigval)) from None
     except ChildFailedError as error:
-        rank, first = min(error.failures.items(), key=lambda item: item[1].timestamp)
+        # A rank that ended only because another one failed is not the reason.
+        rank, first = min(
+            error.failures.items(), key=lambda item: (item[1].exitcode == EXIT_RANK_FAILED, item[1].timestamp)
+        )
         if first.exitcode > 0:  # it has said why itself
             raise SystemExit(first.exitcode) from None
         name = signal.Signals(-first.exitcode).name

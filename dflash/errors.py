@@ -16,6 +16,9 @@ The command line prints such an error as one line and exits with code 2; anythin
 program and shows its traceback.
 """
 
+EXIT_RANK_FAILED = 3
+"""Exit code of a process that ends only because another one has failed; the launcher shows the other's."""
+
 
 class DflashError(Exception):
     """Base of the errors above; its text says what, where, the value, and what to do."""

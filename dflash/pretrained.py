@@ -165,12 +165,21 @@ def write_drafter(drafter: Drafter, folder: Path, dtype: torch.dtype = torch.bfl
     Raises:
         CheckpointError: a weight is not finite; nothing is written.
     """
-    tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()
-    }
-    check_tensors(tensors, drafter.config, folder)
+    write_tensors(drafter.state_dict(), drafter.config, folder, dtype)
+
+
+def write_tensors(
+    weights: dict[str, Tensor], config: DrafterConfig, folder: Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write the servable files of a drafter's tensors into an existing folder that nobody reads yet.
+
+    Raises:
+        CheckpointError: a weight is not finite; nothing is written.
+    """
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+    check_tensors(tensors, config, folder)
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    (folder / CONFIG_NAME).write_bytes(json_bytes(zlab_config(drafter.config)))
+    (folder / CONFIG_NAME).write_bytes(json_bytes(zlab_config(config)))
 
 
 def load_drafter(folder: Path, dtype: torch.dtype | None = None) -> Drafter:

@@ -92,3 +92,9 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def warn(text: str) -> None:
+    """A line about something that the work goes on in spite of."""
+    sys.stderr.write(f"Warning: {text}\n")
+    sys.stderr.flush()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from dflash.errors import DflashError
+from dflash.errors import EXIT_RANK_FAILED, DflashError, RankFailed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -21,6 +21,12 @@ class UserError(click.ClickException):
     exit_code = 2
 
 
+class OtherRankError(UserError):
+    """The failure of another process of the run, which has said why."""
+
+    exit_code = EXIT_RANK_FAILED
+
+
 class Group(click.Group):
     """Turns `DflashError` into one line and exit code 2."""
 
@@ -29,7 +35,8 @@ class Group(click.Group):
         try:
             return super().invoke(ctx)
         except DflashError as error:
-            raise UserError(str(error)) from error
+            kind = OtherRankError if isinstance(error, RankFailed) else UserError
+            raise kind(str(error)) from error
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
             raise SystemExit(130) from None

@@ -55,7 +55,15 @@ from dflash.commands.common import PATH, config_option, nproc_option, options, s
     click.option("--eval-samples", default=512, show_default=True, help="Most samples of a held-out walk."),
     click.option("--keep-best", is_flag=True, help="Keep the checkpoint with the best held-out walk too."),
     click.option("--seed", default=0, show_default=True, help="Of weights, order and anchors."),
-    click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out."),
+    click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out, if it has one."),
+    click.option("--max-minutes", type=float, help="Stop with a checkpoint when so many are over."),
+    click.option(
+        "--max-bad-steps", default=10, show_default=True, help="Steps in a row that are not finite, to end."
+    ),
+    click.option("--skip-corrupt", is_flag=True, help="Go on without damaged samples, and record them."),
+    click.option(
+        "--parallel", default="ddp", show_default=True, help="ddp, or fsdp: the drafter split over the ranks."
+    ),
     nproc_option,
 )
 def train(nproc: int | None, **flags: Any) -> None:
@@ -76,5 +84,5 @@ def train(nproc: int | None, **flags: Any) -> None:
     result = run(train_config(**flags), world)
     if world.is_main:
         click.echo(result.text())
-    if result.stopped:
+    if result.stopped and result.stopped.startswith("SIG"):
         raise SystemExit(exit_code(result.stopped))

@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -23,13 +23,15 @@ from torch import Tensor
 
 from dflash.errors import CheckpointError
 from dflash.files import digest_file, digest_json, fsync_path, json_bytes
-from dflash.pretrained import CONFIG_NAME, WEIGHTS_NAME, write_drafter
+from dflash.pretrained import CONFIG_NAME, WEIGHTS_NAME, write_tensors
+from dflash.progress import warn
 from dflash.train.optim import Optimizer, moments_of
+from dflash.train.parallel import like, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dflash.drafter import Drafter
+    from dflash.drafter import Drafter, DrafterConfig
 
 FOLDER = "checkpoints"
 BEST_NAME = "best"
@@ -62,14 +64,43 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / FOLDER / f"step-{step:06d}"
 
 
+class Snapshot(NamedTuple):
+    """Everything of a run that is a tensor, whole and on the CPU."""
+
+    config: DrafterConfig
+    tensors: dict[str, Tensor]
+    """`master.*` and `optimizer.*`, float32."""
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The drafter's tensors by their own names."""
+        start = "master."
+        return {name[len(start) :]: tensor for name, tensor in self.tensors.items() if name.startswith(start)}
+
+
+def snapshot(drafter: Drafter, optimizer: Optimizer, *, wanted: bool = True) -> Snapshot:
+    """Put the state of a run together. Where it is split among ranks, all of them call this.
+
+    Args:
+        drafter: The network.
+        optimizer: Its optimizer.
+        wanted: Whether this rank writes it; the others get an empty one.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in drafter.named_parameters()}
+    parts = {f"master.{name}": parameter.detach() for parameter, name in names.items()}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            parts[f"optimizer.{names[parameter]}.{key}"] = torch.as_tensor(value)
+    tensors = {}
+    for name, part in parts.items():  # one at a time: the whole need not fit beside its parts
+        tensor = whole(part)
+        if wanted:
+            tensors[name] = tensor.to("cpu").contiguous()
+    return Snapshot(drafter.config, tensors)
+
+
 def save_checkpoint(
-    run: Path,
-    drafter: Drafter,
-    optimizer: Optimizer,
-    state: TrainState,
-    *,
-    keep: int = 3,
-    spared: int | None = None,
+    run: Path, taken: Snapshot, state: TrainState, *, keep: int = 3, spared: int | None = None
 ) -> Path:
     """Write a checkpoint and, once it is in place, remove what it makes superfluous.
 
@@ -79,14 +110,15 @@ def save_checkpoint(
     Raises:
         CheckpointError: a weight is not finite.
         OSError: the disk is full, say; earlier checkpoints are untouched.
+        SafetensorError: the same, while tensors were written.
     """
     final = checkpoint_path(run, state.step)
     tmp = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     (tmp / TRAINER_FOLDER).mkdir(parents=True)
     try:
-        write_drafter(drafter, tmp)
-        save_file(_tensors(drafter, optimizer), tmp / TENSORS_NAME)
+        write_tensors(taken.weights, taken.config, tmp)
+        save_file(taken.tensors, tmp / TENSORS_NAME)
         _write_state(tmp, state)
         for path in (*tmp.rglob("*"), tmp):
             fsync_path(path)
@@ -136,15 +168,6 @@ def _write_state(folder: Path, state: TrainState) -> None:
     (folder / STATE_NAME).write_bytes(json_bytes({**value, "digest": digest_json(value)}))
 
 
-def _tensors(drafter: Drafter, optimizer: Optimizer) -> dict[str, Tensor]:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in drafter.named_parameters()}
-    tensors = {f"master.{name}": parameter.detach() for parameter, name in names.items()}
-    for parameter, values in optimizer.state.items():
-        for key, value in values.items():
-            tensors[f"optimizer.{names[parameter]}.{key}"] = torch.as_tensor(value)
-    return {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
-
-
 def checkpoints(run: Path) -> list[Path]:
     """All checkpoint folders of a run, newest first, whole or not."""
     found = [path for path in (run / FOLDER).glob("step-*") if _STEP.fullmatch(path.name)]
@@ -154,27 +177,44 @@ def checkpoints(run: Path) -> list[Path]:
 def latest_checkpoint(run: Path) -> Path | None:
     """The newest whole checkpoint of a run, or None where it has none yet.
 
+    A damaged one is passed over, with a warning that names it.
+
     Raises:
         CheckpointError: there are checkpoints, but all of them are damaged.
     """
     found = checkpoints(run)
-    whole = next((path for path in found if is_whole(path)), None)
-    if found and whole is None:
+    for path in found:
+        if (damage := damage_of(path)) is None:
+            return path
+        warn(f"checkpoint {path} is passed over: {damage}")
+    if found:
         raise CheckpointError(
             f"none of the {len(found)} checkpoints in {run / FOLDER} is whole; remove them to start afresh"
         )
-    return whole
+    return None
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether every file of a checkpoint has the bytes that were written."""
+    return damage_of(checkpoint) is None
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint by the digests that it carries, or None where it is whole."""
     try:
         state = json.loads((checkpoint / STATE_NAME).read_bytes())
         if state.pop("digest") != digest_json(state):
-            return False
-        return all(digest_file(checkpoint / name) == state["files"][name] for name in _DIGESTED)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+            return f"{STATE_NAME} has changed"
+        if checkpoint_path(checkpoint, state["step"]).name != checkpoint.name:
+            return f"it is of step {state['step']}, not of that of its name"
+        for name in _DIGESTED:
+            if digest_file(checkpoint / name) != state["files"][name]:
+                return f"{name} has changed or was cut short"
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{STATE_NAME} is damaged"
+    return None
 
 
 def load_state(checkpoint: Path) -> TrainState:
@@ -207,16 +247,20 @@ def restore(checkpoint: Path, drafter: Drafter, optimizer: Optimizer) -> None:
     parameters = dict(drafter.named_parameters())
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(_take(tensors, f"master.{name}", parameter.shape, path))
+            parameter.copy_(like(_take(tensors, f"master.{name}", parameter.shape, path), parameter))
     for name, parameter in parameters.items():
         optimizer.state[parameter] = {
-            key: _take(tensors, f"optimizer.{name}.{key}", () if key == "step" else parameter.shape, path).to(
-                parameter.device
-            )
+            key: _moment(tensors, f"optimizer.{name}.{key}", parameter, path)
             for key in moments_of(optimizer, parameter)
         }
     if tensors:
         raise CheckpointError(f"{path} holds unknown tensors, e.g. {min(tensors)}; it is of another drafter")
+
+
+def _moment(tensors: dict[str, Tensor], name: str, parameter: Tensor, path: Path) -> Tensor:
+    if name.endswith(".step"):
+        return _take(tensors, name, (), path).to(parameter.device)
+    return like(_take(tensors, name, parameter.shape, path), parameter)
 
 
 def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:

@@ -15,6 +15,7 @@ from dflash.train.holdout import HoldoutConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
 from dflash.train.optim import OptimConfig
+from dflash.train.parallel import check_parallel
 from dflash.train.sampler import SamplerConfig
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -48,6 +49,14 @@ class TrainConfig:
     keep_best: bool = False
     """Keep the checkpoint with the best walk beside the newest ones."""
     resume: bool = False
+    parallel: str = "ddp"
+    """With several ranks: `ddp` (everything on each) or `fsdp` (split among them)."""
+    max_minutes: float | None = None
+    """Stop with a checkpoint behind the step in which so many minutes are over; None for never."""
+    max_bad_steps: int = 10
+    """Steps in a row whose loss or gradient is not finite, with which the run ends; fewer are skipped."""
+    skip_corrupt: bool = False
+    """Go on without samples that are damaged, recording them; otherwise the first one ends the run."""
 
     def __post_init__(self) -> None:
         """Refuse a run without an end, and parts that do not belong together.
@@ -58,7 +67,10 @@ class TrainConfig:
         """
         if self.epochs is None and self.max_steps is None:
             raise ConfigError("a run needs an end: give --epochs or --max-steps")
-        for flag in ("epochs", "max_steps", "save_every", "keep", "eval_every"):
+        check_parallel(self.parallel)
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise ConfigError(f"--max-minutes {self.max_minutes:g} must be above 0")
+        for flag in ("epochs", "max_steps", "save_every", "keep", "eval_every", "max_bad_steps"):
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise ConfigError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
@@ -95,7 +107,7 @@ class TrainResult:
     """Mean loss of the last tenth of the steps of this start."""
     checkpoint: Path
     stopped: str | None
-    """The signal that ended the run early, if one did."""
+    """What ended the run early, if anything did: the name of a signal, or `--max-minutes`."""
     mix: dict[str, Any]
     """Length mix of what was consumed, against its quota."""
 

@@ -14,6 +14,7 @@ import torch
 
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
 from dflash.train.candidates import draw_negatives
+from dflash.train.faults import CorruptSample, read_sound
 from dflash.train.sampler import Sampler, SamplerState, Step, batches_for
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from dflash.cache.reader import CacheReader
+    from dflash.cache.reader import CacheReader, Sample
     from dflash.train.pools import Draw
     from dflash.world import World
 
@@ -43,6 +44,8 @@ class LoadedStep:
     """Steps, this one included, that were packed when the trainer asked for it; 0: it had to wait."""
     waited: float = 0.0
     """Seconds that it waited."""
+    corrupt: tuple[CorruptSample, ...] = ()
+    """Damaged samples that this rank's micro-batches lack."""
 
 
 class BlockPlan(NamedTuple):
@@ -52,6 +55,8 @@ class BlockPlan(NamedTuple):
     shape: BlockShape
     negatives: int | None = None
     """Tokens drawn for each micro-batch's softmax; None for the whole vocabulary."""
+    skip_corrupt: bool = False
+    """Go without damaged samples, instead of ending with the first one."""
 
 
 class StepLoader:
@@ -118,12 +123,13 @@ class StepLoader:
 
     def _load(self, step: Step) -> LoadedStep:
         state = self._sampler.state()
-        batches = [self._batch(slot.draws) for slot in batches_for(step, self._world)]
-        return LoadedStep(batches, self._draws(step), state)
+        corrupt: list[CorruptSample] = []
+        batches = [self._batch(slot.draws, corrupt) for slot in batches_for(step, self._world)]
+        return LoadedStep(batches, self._draws(step), state, corrupt=tuple(corrupt))
 
-    def _batch(self, slot: Sequence[Draw]) -> PackedBatch:
+    def _batch(self, slot: Sequence[Draw], corrupt: list[CorruptSample]) -> PackedBatch:
+        slot, samples = self._read(slot, corrupt)
         rows = [draw.row for draw in slot]
-        samples = self._reader.read(rows)
         buckets = self._reader.index.buckets[rows].tolist()
         docs = documents(samples, [draw.epoch for draw in slot], buckets, self._blocks.anchors)
         batch = pack(docs, self._blocks.shape)
@@ -132,6 +138,17 @@ class StepLoader:
             drawn = draw_negatives(self._blocks.negatives, vocab_size, seed, batch.samples)
             batch = replace(batch, negatives=torch.from_numpy(drawn))
         return batch.pin() if self._device.type == "cuda" else batch
+
+    def _read(
+        self, slot: Sequence[Draw], corrupt: list[CorruptSample]
+    ) -> tuple[Sequence[Draw], list[Sample]]:
+        rows = [draw.row for draw in slot]
+        if not self._blocks.skip_corrupt:
+            return slot, self._reader.read(rows)
+        samples, damaged = read_sound(self._reader, rows)
+        corrupt.extend(damaged)
+        lost = {sample.row for sample in damaged}
+        return [draw for draw in slot if draw.row not in lost], samples
 
     def _draws(self, step: Step) -> np.ndarray:
         index = self._reader.index

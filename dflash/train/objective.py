@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dflash.head import TargetHead
     from dflash.train.batches import PackedBatch
 from dflash.train.candidates import candidates
+from dflash.train.parallel import zero_of
 
 LOGIT_ROWS = 256
 """Positions whose logits exist at once: large enough for the matrix product, small enough to stay cheap."""
@@ -230,8 +231,7 @@ class DraftingLoss(nn.Module):
 
     def _nothing(self, batch: PackedBatch) -> LossSums:
         slots, device = batch.counted.shape[1], batch.block_ids.device
-        # Every rank must run the backward pass that the others wait for: the zero depends on all parameters.
-        zero = torch.stack([parameter.sum() * 0 for parameter in self.drafter.parameters()]).sum()
+        zero = zero_of(self.drafter, slots + 1)
         none, per_slot, per_bucket = (
             torch.zeros(shape, device=device) for shape in ((), (slots,), (self.buckets,))
         )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dflash.errors import ConfigError
+from dflash.train.parallel import SplitMuon, is_split
 
 OPTIMIZERS = ("adamw", "muon")
 
@@ -75,7 +76,7 @@ class MuonAdamW:
     def __init__(
         self, matrices: list[nn.Parameter], vectors: list[nn.Parameter], config: OptimConfig
     ) -> None:
-        muon = torch.optim.Muon(
+        muon = (SplitMuon if is_split(matrices) else torch.optim.Muon)(
             matrices,
             lr=config.lr,
             weight_decay=config.weight_decay,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash.files import publish_bytes
+from dflash.train.faults import append_line
 from dflash.train.mixmeter import MeterState, MixMeter
 from dflash.train.runs import METRICS_NAME
 
@@ -108,15 +109,22 @@ class RunLog:
         self._walk = figures["walk_tau"]
         self._write(figures)
 
+    def skip(self, figures: dict[str, Any], draws: np.ndarray) -> None:
+        """Record a step that was skipped; its line says `"kind": "skipped"`."""
+        for draw in draws:
+            self._meter.record(draw)
+        self.last_tokens = int(draws.sum())
+        self._step = figures["step"]
+        self._write(figures | {"kind": "skipped", "tokens": self.last_tokens})
+
     def _write(self, line: dict[str, Any]) -> None:
         if self._enabled:
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append_line(self._path, line)
 
     def summary(self, waited: float) -> str:
         """A few words for the progress line."""
         recent = slice(-10, None)
-        loss, tau = np.mean(self._losses[recent]), np.mean(self._taus[recent])
+        loss, tau = np.mean(self._losses[recent] or np.nan), np.mean(self._taus[recent] or np.nan)
         share = waited / max(time.perf_counter() - self._started, 1e-9)
         walk = "" if self._walk is None else f", walk tau {self._walk:.2f}"
         return (

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from dflash.board import Board
 from dflash.cache.reader import CacheReader
 from dflash.cache.subset import subset
-from dflash.dist import barrier, device_of, sum_over_ranks
+from dflash.dist import barrier, device_of, max_over_ranks, sum_over_ranks
 from dflash.drafter import Drafter, init_weights
-from dflash.errors import ConfigError, TrainingError
+from dflash.errors import CheckpointError, ConfigError
 from dflash.head import HEAD_NAME, TargetHead
-from dflash.progress import Progress
+from dflash.lifeline import Lifeline
+from dflash.progress import Progress, warn
 from dflash.provenance import write_run_record
 from dflash.train.batches import BlockShape, PackedBatch
 from dflash.train.checkpoint import (
+    Snapshot,
     TrainState,
     checkpoint_path,
     latest_checkpoint,
@@ -28,14 +31,17 @@ from dflash.train.checkpoint import (
     mark_best,
     restore,
     save_checkpoint,
+    snapshot,
 )
 from dflash.train.config import PRECISIONS, TrainConfig
 from dflash.train.evaluation import Best, Evaluator
+from dflash.train.faults import BadSteps, CorruptSample, record_corrupt
 from dflash.train.holdout import split
 from dflash.train.loader import BlockPlan, LoadedStep, StepLoader, on_device
 from dflash.train.network import drafter_config
 from dflash.train.objective import DraftingLoss, LossSums
 from dflash.train.optim import build_optimizer, lr_at, set_lr
+from dflash.train.parallel import exchanging, gathered, over_ranks, whole
 from dflash.train.record import RunLog, step_figures
 from dflash.train.sampler import Corpus, Sampler
 from dflash.train.window import window_level
@@ -50,7 +56,8 @@ if TYPE_CHECKING:
 class Run:
     """The parts of a run and its position."""
 
-    def __init__(self, config: TrainConfig, world: World, reader: CacheReader, head: TargetHead) -> None:
+    def __init__(self, config: TrainConfig, line: Lifeline, reader: CacheReader, head: TargetHead) -> None:
+        world = line.board.world
         self.config, self.world = config, world
         self.device = device_of(world)
         rows, held_out = split(reader.index.ids, config.holdout)
@@ -59,7 +66,7 @@ class Run:
         identity = reader.manifest.identity
         network = drafter_config(config.network, reader.cache, reader.manifest)
         shape = BlockShape(network.block_size, network.mask_token_id)
-        self.blocks = BlockPlan(config.anchors, shape, config.objective.sampled_softmax)
+        self.blocks = BlockPlan(config.anchors, shape, config.objective.sampled_softmax, config.skip_corrupt)
         network = replace(
             network,
             input_embedding_scale=head.facts.embed_scale,
@@ -72,9 +79,7 @@ class Run:
         loss = DraftingLoss(self.drafter, head, config.objective, len(identity.bucket_edges))
         self.evaluator = Evaluator(held_out_reader, head, world, self.device)
         self.best = Best()
-        self.module: nn.Module = loss
-        if world.size > 1:
-            self.module = DistributedDataParallel(loss, gradient_as_bucket_view=True)
+        self.module = over_ranks(loss, world, config.parallel)
         self.optimizer = build_optimizer(self.drafter, config.optim)
         self.corpus = Corpus(
             reader.index.lengths, reader.index.buckets, identity.bucket_edges, reader.index.digest()
@@ -84,22 +89,31 @@ class Run:
         self.done = self.consumed = 0  # steps, tokens
         self.saved: int | None = None  # step of the newest checkpoint
         self.mix_before: Any = None  # what earlier starts consumed
+        self.line, self.bad = line, BadSteps(config.max_bad_steps)
         self.log = RunLog(config.out, identity.bucket_edges, self.sampler.quota, enabled=world.is_main)
 
     @classmethod
-    def open(cls, config: TrainConfig, world: World) -> Run:
+    def open(cls, config: TrainConfig, world: World, line: Lifeline | None = None) -> Run:
         """Open the cache, build everything, and resume where asked.
+
+        Args:
+            config: What decides the run.
+            world: This process.
+            line: What tells it of the others; without one it does not learn that they have failed.
 
         Raises:
             ConfigError: `out` holds a run and `resume` is false, or the resumed run had other settings.
         """
         reader = CacheReader(config.cache)
-        newest = latest_checkpoint(config.out)
+        line = line or Lifeline(Board(world, "run"))
+        # one rank looks, so that all see the same, and each file is read once
+        found = line.board.shared("newest", lambda: _name_of(latest_checkpoint(config.out)))
+        newest = found and config.out / found
         if newest is not None and not config.resume:
             raise ConfigError(
                 f"--out {config.out} holds a run already; go on with --resume, or give another folder"
             )
-        run = cls(config, world, reader, TargetHead.load(config.cache / HEAD_NAME))
+        run = cls(config, line, reader, TargetHead.load(config.cache / HEAD_NAME))
         if newest is not None:
             run._restore(newest)
         barrier()  # nobody writes before all have looked
@@ -167,22 +181,46 @@ class Run:
         started = time.perf_counter()
         tokens = int(loaded.draws.sum())
         lr = lr_at(self.through(tokens), self.config.optim)
-        totals = self._backward(loaded.batches)
-        weight = float(totals[1])
-        grad_norm = self._update(weight, lr)
+        totals, losses = self._backward(loaded.batches)
+        grad_norm = self._update(totals, lr)
         self.done += 1
         self.consumed += tokens
         self.sampler_state = loaded.state
-        figures = step_figures(totals, self.config.network.block_size, len(self.corpus.bucket_edges))
-        if not torch.isfinite(torch.tensor([figures["loss"], grad_norm])).all():
-            ids = ", ".join(str(i) for batch in loaded.batches for i in batch.samples[:2])
-            raise TrainingError(
-                f"step {self.done}: loss {figures['loss']}, gradient norm {grad_norm} (samples {ids}, ...); "
-                "lower --lr, or resume from the last checkpoint"
-            )
-        figures |= {"step": self.done, "lr": lr, "grad_norm": grad_norm, "epoch": self._epoch()}
+        figures = {"step": self.done, "epoch": self._epoch()} | self._without(loaded)
+        if grad_norm is None:
+            self._skipped(loaded, losses, figures)
+            return
+        self.bad.good()
+        figures |= step_figures(totals, self.config.network.block_size, len(self.corpus.bucket_edges))
+        figures |= {"lr": lr, "grad_norm": grad_norm}
         figures |= {"waited": loaded.waited, "ready_steps": loaded.ready, "window": self._window(loaded)}
         self.log.add(figures, loaded.draws, time.perf_counter() - started)
+
+    def _without(self, loaded: LoadedStep) -> dict[str, Any]:
+        """Record the damaged samples that the step lacks on any rank; their ids, for the log."""
+        found = self.config.skip_corrupt and max_over_ranks(len(loaded.corrupt), self.device)
+        if not found:
+            return {}
+        everywhere = self.line.board.exchange(f"corrupt{self.done}", list(loaded.corrupt))
+        corrupt = [CorruptSample(*sample) for rank in everywhere for sample in rank]
+        if self.world.is_main:
+            record_corrupt(self.config.out, self.done, corrupt)
+        return {"corrupt_samples": [sample.id for sample in corrupt]}
+
+    def _skipped(self, loaded: LoadedStep, losses: list[Tensor], figures: dict[str, Any]) -> None:
+        """Record a step that changed nothing, and end the run with the last one that is allowed."""
+        suspects = [
+            sample
+            for batch, loss in zip(loaded.batches, losses, strict=True)
+            if not loss.isfinite()
+            for sample in batch.samples
+        ]
+        everyone = [sample for batch in loaded.batches for sample in batch.samples]
+        gathered = self.line.board.exchange(f"skipped{self.done}", [suspects, everyone])
+        samples = [i for first, _ in gathered for i in first] or [i for _, rank in gathered for i in rank]
+        self.log.skip(figures | {"samples": samples}, loaded.draws)
+        saved = None if self.saved is None else checkpoint_path(self.config.out, self.saved)
+        self.bad.bad(self.done, samples, saved)
 
     def _window(self, loaded: LoadedStep) -> float | None:
         stream = loaded.state["stream"]
@@ -191,34 +229,43 @@ class Run:
     def _epoch(self) -> float:
         return self.consumed / self.sampler.epoch_tokens
 
-    def _backward(self, batches: list[PackedBatch]) -> Tensor:
-        """Sum loss gradients over this rank's micro-batches; gives the sums of `LossSums` over all ranks."""
-        totals: Tensor | None = None
-        last = len(batches) - 1
+    def _backward(self, batches: list[PackedBatch]) -> tuple[Tensor, list[Tensor]]:
+        """Sum loss gradients over this rank's micro-batches.
+
+        Returns:
+            The sums of `LossSums` over all ranks, and the loss of each of this rank's micro-batches.
+        """
+        parts, losses, last = [], [], len(batches) - 1
         for number, batch in enumerate(on_device(batches, self.device)):
             # Ranks exchange gradients once a step, beside the last backward pass.
-            with self._without_exchange() if number < last else nullcontext():
+            with exchanging(self.module, number == last):
                 sums: LossSums = self.module(batch)
                 sums.loss.backward()  # type: ignore[no-untyped-call]
-            metrics = sums.metrics()
-            totals = metrics if totals is None else totals + metrics
-        assert totals is not None  # every rank has at least one micro-batch: check_world
-        return sum_over_ranks(totals).cpu()
+            parts.append(sums.metrics())
+            losses.append(sums.loss.detach())
+        # every rank has at least one micro-batch: check_world
+        return sum_over_ranks(torch.stack(parts).sum(dim=0)).cpu(), losses
 
-    def _without_exchange(self) -> AbstractContextManager[None]:
-        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+    def _update(self, totals: Tensor, lr: float) -> float | None:
+        """Turn summed gradients into those of sum(w CE) / sum(w) over the step, clip, and apply them.
 
-    def _update(self, weight: float, lr: float) -> float:
-        """Turn summed gradients into those of sum(w CE) / sum(w) over the step, clip, and apply them."""
+        Loss and norm are those of all ranks together, so that all skip a step or none.
+
+        Returns:
+            The norm of the gradient; None when it or the loss is not finite, and nothing was changed.
+        """
         parameters = [p for p in self.drafter.parameters() if p.grad is not None]
-        # DDP has averaged over ranks; the loss is a sum over them.
+        weight = float(totals[1])
+        # DDP and FSDP have averaged over ranks; the loss is a sum over them.
         scale = self.world.size / weight if weight > 0 else 0.0
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
-        norm = nn.utils.clip_grad_norm_(parameters, self.config.optim.clip)
-        set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        norm = float(whole(nn.utils.clip_grad_norm_(parameters, self.config.optim.clip)))
+        finite = math.isfinite(norm) and math.isfinite(float(totals[0]))
+        if finite:
+            set_lr(self.optimizer, lr)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm if finite else None
 
     @property
     def evaluation_due(self) -> bool:
@@ -230,33 +277,62 @@ class Run:
         """Walk over the held-out samples, unless there are none or this step did so already."""
         if not len(self.evaluator) or self.best.evaluated == self.done:
             return
-        figures = self.evaluator.walk(self.drafter)
+        with gathered(self.module):
+            figures = self.evaluator.walk(self.drafter)
+        before = self.best.walk_tau, self.best.step
         improved = self.best.see(self.done, figures["walk_tau"])
         self.log.add_evaluation({"kind": "evaluation", "step": self.done, "epoch": self._epoch()} | figures)
         if improved and self.config.keep_best:
             self.save()
+            if self.saved != self.done:  # the disk is full: the best that there is stays the best
+                self.best.walk_tau, self.best.step = before
 
-    def agree(self, wish: bool) -> bool:
-        """Whether any rank wishes to stop; all ranks get the same answer."""
-        if self.world.size == 1:
-            return wish
-        return bool(sum_over_ranks(torch.tensor([float(wish)], device=self.device)).item() > 0)
+    def agree(self, wish: int) -> int:
+        """The largest of all ranks' wishes: a signal's number, or 0 to go on; all get the same answer."""
+        return int(max_over_ranks(wish, self.device))
 
-    def save(self) -> Path:
-        """Write a checkpoint on the first rank, while the others wait, unless this step has one already."""
+    def save(self, *, last: bool = False) -> Path:
+        """Write a checkpoint on the first rank, while the others wait, unless this step has one already.
+
+        A disk that is full does not end the run: the next time tries again.
+
+        Args:
+            last: There is no next time.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written.
+        """
         if self.saved != self.done:
             settings, mix = self.config.settings(), self.log.mix_state()
             best = self.best.state()
             state = TrainState(self.done, self.sampler_state, settings, mix, best)
-            spared = best["step"] if self.config.keep_best else None
-            if self.world.is_main:
-                save_checkpoint(
-                    self.config.out, self.drafter, self.optimizer, state, keep=self.config.keep, spared=spared
-                )
-                mark_best(self.config.out, spared)
-            barrier()
-            self.saved = self.done
+            taken = snapshot(self.drafter, self.optimizer, wanted=self.world.is_main)
+            failure = self._write(taken, state) if self.world.is_main else None
+            failure = self.line.board.shared(f"saved{self.done}", lambda: failure)
+            if failure is None:
+                self.saved = self.done
+            elif last:
+                raise CheckpointError(self._unsaved(failure))
         return checkpoint_path(self.config.out, self.done)
+
+    def _write(self, taken: Snapshot, state: TrainState) -> str | None:
+        try:
+            with self.line.writing:
+                spared = self.best.step if self.config.keep_best else None
+                save_checkpoint(self.config.out, taken, state, keep=self.config.keep, spared=spared)
+                mark_best(self.config.out, spared)
+        except (OSError, SafetensorError) as error:
+            warn(f"{self._unsaved(str(error))}; the next save tries again")
+            return str(error)
+        return None
+
+    def _unsaved(self, reason: str) -> str:
+        good = "none" if self.saved is None else checkpoint_path(self.config.out, self.saved)
+        return f"the checkpoint of step {self.done} could not be written ({reason}); the newest one is {good}"
+
+
+def _name_of(checkpoint: Path | None) -> str | None:
+    return None if checkpoint is None else f"{checkpoint.parent.name}/{checkpoint.name}"
 
 
 def _check_same(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -53,4 +53,8 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
         eval_every=f["eval_every"],
         keep_best=f["keep_best"],
         resume=f["resume"],
+        parallel=f["parallel"],
+        max_minutes=f["max_minutes"],
+        max_bad_steps=f["max_bad_steps"],
+        skip_corrupt=f["skip_corrupt"],
     )

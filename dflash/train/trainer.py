@@ -10,18 +10,27 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dflash.board import Board
 from dflash.dist import process_group
-from dflash.stopping import stop_signals
+from dflash.lifeline import Lifeline, lifeline
+from dflash.stopping import StopFlag, stop_signals
 from dflash.train.config import TrainConfig, TrainResult
 from dflash.train.loader import StepLoader
 from dflash.train.run import Run
 from dflash.train.sampler import check_world
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dflash.world import World
+
+_TIME_IS_UP = 1000
+"""Above the numbers of all signals."""
 
 
 def train(config: TrainConfig, world: World) -> TrainResult:
@@ -32,34 +41,54 @@ def train(config: TrainConfig, world: World) -> TrainResult:
         CacheError: the cache is missing, incomplete or damaged.
         CheckpointError: a resumed run has no whole checkpoint, or none that fits.
         TrainingError: the loss is no longer finite.
+        RankFailed: another rank has failed, or is gone.
     """
     check_world(config.sampler, world)
-    with process_group(world), stop_signals() as stop:
-        run = Run.open(config, world)
+    started = time.perf_counter()
+    with ranks(world) as line, stop_signals() as stop:
+        run = Run.open(config, world, line)
         with (
             StepLoader(run.reader, run.sampler, run.blocks, world, run.device) as loader,
             run.progress() as bar,
         ):
-            started, stopped = time.perf_counter(), None
+            first, stopped = time.perf_counter(), None
             for loaded in run.remaining(loader):
                 run.step(loaded)
                 bar.advance(run.log.last_tokens, run.log.summary(loader.waited))
-                if run.agree(stop.name is not None):
-                    stopped = stop.name or "a signal to another rank"
+                if wish := run.agree(_wish(stop, started, config)):
+                    stopped = "--max-minutes" if wish == _TIME_IS_UP else signal.Signals(wish).name
                     break
                 if run.evaluation_due:
                     run.evaluate()
                 if run.done % config.save_every == 0:
                     run.save()
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - first
             if stopped is None:
                 run.evaluate()
+        checkpoint = run.save(last=True)
         return TrainResult(
             steps=run.done,
             tokens=run.consumed,
             seconds=seconds,
             loss=run.log.final_loss(),
-            checkpoint=run.save(),
+            checkpoint=checkpoint,
             stopped=stopped,
             mix=run.log.mix(),
         )
+
+
+@contextmanager
+def ranks(world: World) -> Iterator[Lifeline]:
+    """Join the other ranks for the length of the block; the failure of one ends all at once."""
+    with process_group(world):
+        board = Board(world, "train")
+        with board.telling_failure(), lifeline(board) as line:
+            yield line
+
+
+def _wish(stop: StopFlag, started: float, config: TrainConfig) -> int:
+    """The signal that asks this rank to stop, or that its time is up; 0 to go on."""
+    if stop.name is not None:
+        return signal.Signals[stop.name].value
+    minutes = (time.perf_counter() - started) / 60
+    return _TIME_IS_UP if config.max_minutes is not None and minutes >= config.max_minutes else 0

@@ -26,6 +26,7 @@ from dflash.train.checkpoint import (
     load_state,
     restore,
     save_checkpoint,
+    snapshot,
 )
 from dflash.train.optim import OptimConfig, build_optimizer
 
@@ -50,7 +51,7 @@ class Training:
 
     def save(self, run, step: int, keep: int = 3):
         state = TrainState(step, {"steps": step}, {"seed": 0})
-        return save_checkpoint(run, self.drafter, self.optimizer, state, keep=keep)
+        return save_checkpoint(run, snapshot(self.drafter, self.optimizer), state, keep=keep)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_a_checkpoint_behind_damaged_newer_ones_is_not_rotated_away(training, tm
     assert latest_checkpoint(tmp_path).name == "step-000003"
 
 
-@pytest.mark.parametrize("failing", ["write_drafter", "save_file", "digest_file", "fsync_path"])
+@pytest.mark.parametrize("failing", ["write_tensors", "save_file", "digest_file", "fsync_path"])
 def test_a_crash_while_writing_leaves_the_earlier_checkpoint_and_nothing_else(
     training, tmp_path, monkeypatch, failing
 ):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dflash.cache.reader import CacheReader
 from dflash.drafter import Drafter, init_weights
-from dflash.errors import CacheMismatch, CheckpointError, ConfigError, TrainingError
+from dflash.errors import CacheMismatch, CheckpointError, ConfigError
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.pretrained import load_drafter
 from dflash.stopping import stop_signals
@@ -242,24 +242,6 @@ def test_checkpoints_are_written_where_asked_and_rotated(cache, tmp_path):
     assert [path.name for path in checkpoints(config.out)] == ["step-000008", "step-000006"]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(cache, tmp_path, monkeypatch):
-    config = tiny_config(cache, tmp_path / "run", save_every=2)
-    real = DraftingLoss.forward
-    calls = []
-
-    def forward(self, batch):
-        calls.append(batch)
-        sums = real(self, batch)
-        sums.loss = sums.loss * (float("nan") if len(calls) > 2 * 2 else 1)
-        return sums
-
-    monkeypatch.setattr(DraftingLoss, "forward", forward)
-    with pytest.raises(TrainingError, match=r"step 3: loss nan, gradient norm nan \(samples .*lower --lr"):
-        train(config, ALONE)
-    assert [path.name for path in checkpoints(config.out)] == ["step-000002"]
-    assert [line["step"] for line in metrics(config.out)] == [1, 2]
-
-
 def test_each_step_is_a_line_with_its_figures(finished):
     lines = metrics(finished.checkpoint.parents[1])
     assert [line["step"] for line in lines] == list(range(1, 9))
@@ -290,12 +272,12 @@ def gradient_of_a_step(rank: int, size: int, cache, out) -> dict[str, Tensor]:
     with StepLoader(run.reader, run.sampler, run.blocks, world, run.device) as loader:
         loaded = next(iter(loader))
     assert len(loaded.batches) == 6 // size
-    totals = run._backward(loaded.batches)
+    totals, _ = run._backward(loaded.batches)
     seen: dict[str, Tensor] = {"totals": totals}
     run.optimizer.step = lambda: seen.update(
         {name: p.grad.clone() for name, p in run.drafter.named_parameters()}
     )
-    run._update(float(totals[1]), 1e-3)
+    run._update(totals, 1e-3)
     return seen | empty_rank(rank, size, run)
 
 
@@ -329,7 +311,7 @@ def run_and_stop_one_rank(rank: int, size: int, cache, out) -> dict[str, Tensor]
         if rank == size - 1:
             behind_step(patch, 3, interrupt(signal.SIGTERM))
         result = train(tiny_config(cache, out / f"run-{size}", precision="float32"), World(rank, size))
-    assert result.stopped == ("SIGTERM" if rank == size - 1 else "a signal to another rank")
+    assert result.stopped == "SIGTERM"
     return {"steps": torch.tensor(result.steps)} | trained(result.checkpoint)
 
 

@@ -1,0 +1,136 @@
+"""The drafter split among ranks trains as a replicated one does, and leaves the same checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support import write_cache
+from tiny_runs import LENGTHS, run_ranks, same, tiny_config, trained
+
+from dflash.head import HEAD_NAME, TargetHead
+from dflash.pretrained import load_drafter
+from dflash.train.batches import AnchorConfig, BlockShape, documents, pack
+from dflash.train.optim import OptimConfig
+from dflash.train.parallel import SplitDrafter, exchanging, gathered, whole
+from dflash.train.record import METRICS_NAME
+from dflash.train.run import Run
+from dflash.train.sampler import SamplerConfig
+from dflash.train.trainer import train
+from dflash.world import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+SIX = SamplerConfig(tokens_per_batch=64, batches_per_step=6, min_ready=1, max_ready=8)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return write_cache(tmp_path_factory.mktemp("parallel") / "cache", LENGTHS)
+
+
+def losses(run) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / METRICS_NAME).read_text().splitlines()]
+
+
+def run_of(rank: int, size: int, cache, out, changes) -> dict[str, torch.Tensor]:
+    result = train(tiny_config(cache, out, sampler=SIX, **changes), World(rank, size))
+    return {"steps": torch.tensor(result.steps)}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_loss_curve_is_the_same_on_any_ranks_and_either_way(cache, tmp_path, optimizer):
+    changes = {"precision": "float32", "optim": OptimConfig(optimizer, lr=1e-3)}
+    run_of(0, 1, cache, tmp_path / "alone", changes)
+    expected = losses(tmp_path / "alone")
+    weights = trained(tmp_path / "alone" / "checkpoints" / "step-000008")
+    for size, mode in ((2, "ddp"), (3, "ddp"), (2, "fsdp"), (3, "fsdp")):
+        out = tmp_path / f"{mode}-{size}"
+        run_ranks(tmp_path / f"ranks-{mode}-{size}", size, run_of, cache, out, changes | {"parallel": mode})
+        assert losses(out) == pytest.approx(expected, rel=2e-4), (size, mode)
+        ours = trained(out / "checkpoints" / "step-000008")
+        assert ours.keys() == weights.keys()
+        assert {name: tensor.shape for name, tensor in ours.items()} == {
+            name: tensor.shape for name, tensor in weights.items()
+        }
+        assert load_drafter(out / "checkpoints" / "step-000008").config.block_size == 4
+
+
+def test_with_bfloat16_compute_a_split_run_has_the_same_curve(cache, tmp_path):
+    run_of(0, 1, cache, tmp_path / "alone", {})
+    run_ranks(tmp_path / "ranks", 2, run_of, cache, tmp_path / "split", {"parallel": "fsdp"})
+    assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "alone"), rel=5e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_loads_under_any_number_of_ranks_and_either_way(cache, tmp_path, optimizer):
+    """What is loaded is what was saved, bit for bit, whoever saved it."""
+    changes = {"optim": OptimConfig(optimizer, lr=1e-3), "max_steps": 2}
+    for size, mode in ((1, "ddp"), (2, "fsdp")):
+        out = tmp_path / f"{mode}-{size}"
+        if size == 1:
+            run_of(0, 1, cache, out, changes)
+        else:
+            run_ranks(tmp_path / f"saving-{size}", size, run_of, cache, out, changes | {"parallel": mode})
+        saved = trained(out / "checkpoints" / "step-000002")
+        for ranks, how in ((3, "fsdp"), (2, "ddp")):
+            for loaded in run_ranks(
+                tmp_path / f"loading-{size}-{ranks}", ranks, loaded_as, cache, out, how, optimizer
+            ):
+                assert same(loaded, saved)
+
+
+def loaded_as(rank: int, size: int, cache, out, mode, optimizer) -> dict[str, torch.Tensor]:
+    config = tiny_config(
+        cache,
+        out,
+        sampler=SIX,
+        parallel=mode,
+        resume=True,
+        max_steps=2,
+        optim=OptimConfig(optimizer, lr=1e-3),
+    )
+    run = Run.open(config, World(rank, size))
+    tensors = {}
+    for name, parameter in run.drafter.named_parameters():
+        tensors[f"master.{name}"] = whole(parameter.detach()).clone()
+        for key, value in run.optimizer.state[parameter].items():
+            tensors[f"optimizer.{name}.{key}"] = whole(value).clone()
+    return tensors
+
+
+def some_ranks_have_nothing(rank: int, size: int, cache, out) -> dict[str, torch.Tensor]:
+    """The gradient when only the first rank has anything to train on, and a pass without gradients."""
+    run = Run.open(
+        tiny_config(cache, out, sampler=SIX, parallel="fsdp", precision="float32"), World(rank, size)
+    )
+    samples = run.reader.read([0, 1] if rank == 0 else [])
+    shape = BlockShape(4, 3)
+    batch = pack(documents(samples, [0] * len(samples), [0] * len(samples), AnchorConfig()), shape)
+    for last in (False, True):
+        with exchanging(run.module, last):
+            run.module(batch).loss.backward()
+    gradient = torch.cat([whole(p.grad).flatten() for p in run.drafter.parameters()]) * size / 2
+    if size > 1:
+        assert isinstance(run.module.drafter, SplitDrafter)
+    full = pack(documents(run.reader.read([0, 1]), [0, 0], [0, 0], AnchorConfig()), shape)
+    with gathered(run.module), torch.no_grad():
+        states = run.drafter(
+            embed(run, full),
+            full.block_positions,
+            full.features.float(),
+            full.context_positions,
+            full.layout,
+        )
+    return {"gradient": gradient, "states": states.clone()}
+
+
+def embed(run: Run, batch) -> torch.Tensor:
+    return TargetHead.load(run.config.cache / HEAD_NAME).to(run.device, torch.float32).embed(batch.block_ids)
+
+
+def test_an_empty_micro_batch_hangs_no_split_run_and_the_whole_drafter_can_be_used(cache, tmp_path):
+    alone = some_ranks_have_nothing(0, 1, cache, tmp_path / "alone")
+    for ours in run_ranks(tmp_path / "ranks", 2, some_ranks_have_nothing, cache, tmp_path / "split"):
+        assert float((ours["gradient"] - alone["gradient"]).norm() / alone["gradient"].norm()) < 1e-5
+        torch.testing.assert_close(ours["states"], alone["states"], rtol=1e-5, atol=1e-6)
