@@ -140,6 +140,13 @@ class Board:
         if self._has("failed"):
             raise RankFailed(self._get("failed"))
 
+    def tell(self, error: BaseException) -> None:
+        """Tell all ranks of an error of this one, unless it is only the echo of another one's."""
+        if not isinstance(error, RankFailed):
+            text = str(error) if isinstance(error, DflashError) else repr(error)
+            with suppress(RankFailed):
+                self.fail(f"rank {self.world.rank} has failed: {text}")
+
     def fail(self, reason: str) -> None:
         """Tell all ranks that one has failed, unless they know already."""
         if not self._has("failed"):
@@ -159,10 +166,8 @@ class Board:
         try:
             yield
         except BaseException as error:
+            self.tell(error)
             with suppress(RankFailed):
-                if not isinstance(error, RankFailed):
-                    text = str(error) if isinstance(error, DflashError) else repr(error)
-                    self.fail(f"rank {self.world.rank} has failed: {text}")
                 self._leave()
             raise
         with suppress(RankFailed):  # all is done: the first rank may be gone already

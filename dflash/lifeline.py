@@ -122,6 +122,10 @@ def lifeline(board: Board) -> Iterator[Lifeline]:
     except RuntimeError as error:
         if (news := line.verdict()) is not None:
             raise RankFailed(f"{news}; this rank ends too") from error
+        board.tell(error)
+        raise
+    except BaseException as error:
+        board.tell(error)  # before the connections end, which say less
         raise
     else:
         for link in peers:
