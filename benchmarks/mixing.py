@@ -8,9 +8,9 @@ mix is weighted by tokens and shown as mean/max: over 30 steps (`tv30` in the JS
 one (`tv1`), over 30 micro-batches. `cost` is the busiest rank's work over the mean, `pad` what padding would
 add, `most` the largest micro-batch over the budget, which peers that count samples exceed.
 
-The peers live in `.venv-bench` beside this environment, whose torch, numpy and transformers they use; it is
-made on the first run. A peer that cannot be installed or run is left out with the reason. The picture shows
-settings of ours on the same lengths when the longest samples arrive first.
+The peers live in `.venv-bench` (see `peers_env.py`), which is made on the first run. A peer that cannot be
+installed or run is left out with the reason. The picture shows settings of ours on the same lengths when the
+longest samples arrive first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from bisect import bisect_left
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 from mixing_peers import PEERS
+from peers_env import STREAMING, bench_python, last_line
 
 from dflash.train.compare import FloatArray, MixFigures, Trace, figures, simulate, trace
 from dflash.train.mixplot import Panel, plot_mix
@@ -34,7 +34,6 @@ from dflash.train.sampler import Corpus, SamplerConfig
 from dflash.train.variants import parse_variant
 
 HERE = Path(__file__).resolve().parent
-VENV = HERE.parent / ".venv-bench"
 RANKS = 8
 SAMPLES = 17_457
 PICTURED = (
@@ -43,10 +42,9 @@ PICTURED = (
     "sampler=stratified,compose=mixed,min-ready=30,max-ready=90",
 )
 PACKAGES = {
-    # Without dependencies: they would pull another torch, or clients of clouds that batching never calls.
     "lhotse": ["lhotse==1.33.0"],
     "speculators": ["speculators==0.9.0"],
-    "mosaicml-streaming": ["mosaicml-streaming==0.13.0"],
+    "mosaicml-streaming": [STREAMING],
     "what lhotse imports": [
         *("soundfile", "cffi", "pycparser", "audioread", "cytoolz", "toolz"),
         *("intervaltree", "sortedcontainers", "tabulate", "pyyaml"),
@@ -63,29 +61,6 @@ def log_normal() -> Corpus:
     return Corpus(lengths, buckets, edges, "log-normal")
 
 
-def bench_python() -> Path:
-    """The interpreter of the peers' environment, which is made if it is not there."""
-    python = VENV / "bin" / "python"
-    if (VENV / ".ready").exists():
-        return python
-    subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-    purelib = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    ours = sysconfig.get_paths()["purelib"]
-    (Path(purelib) / "beside.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-    for name, packages in PACKAGES.items():
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        done = subprocess.run([*pip, *packages], check=False, capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name}: cannot be installed: {_last_line(done.stderr)}", file=sys.stderr)
-    (VENV / ".ready").touch()
-    return python
-
-
 class Row(NamedTuple):
     """What a sampler did with the lengths."""
 
@@ -100,14 +75,14 @@ def run_peer(name: str, corpus: Corpus, config: SamplerConfig, folder: Path) -> 
     columns = {"lengths": corpus.lengths.tolist(), "buckets": corpus.buckets.tolist()}
     job.write_text(json.dumps({**columns, "ranks": RANKS, "tokens": config.tokens_per_batch}))
     done = subprocess.run(
-        [bench_python(), HERE / "mixing_peers.py", name, job, out],
+        [bench_python(PACKAGES), HERE / "mixing_peers.py", name, job, out],
         check=False,
         capture_output=True,
         text=True,
         timeout=600,
     )
     if done.returncode:
-        return _last_line(done.stderr)
+        return last_line(done.stderr)
     steps = json.loads(out.read_text())
     return row_of(trace(steps, corpus, config.packing, RANKS), natural_mix(corpus))
 
@@ -186,10 +161,6 @@ def result(rows: dict[str, Row | str]) -> dict[str, float | None]:
 
 def _mean(spread: tuple[float, float] | None) -> float | None:
     return None if spread is None else round(spread[0], 5)
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no reason given"])[-1]
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ MAX_OPEN_FILES = 64
 CHUNK_BYTES = 1 << 20
 """Neighbours are joined up to this size, and longer extents are read in such pieces: a piece is still in the
 processor's cache when its checksum is computed."""
-PORTION_BYTES = 4 << 20
+PORTION_BYTES = 8 << 20
 """What a thread takes at a time."""
 READ_THREADS = 4
 """Threads that share one read, at most; fewer where there are fewer processors."""
@@ -175,7 +175,8 @@ class Workers:
         """
         todo = deque(items)
         helpers = [self._started().submit(_drain, work, todo) for _ in range(min(self._extra, len(todo) - 1))]
-        errors = [_drain(work, todo), *(helper.result() for helper in helpers)]
+        # One that has not started by now finds nothing to do: not waited for on a busy machine.
+        errors = [_drain(work, todo), *(helper.result() for helper in helpers if not helper.cancel())]
         for error in errors:
             if error is not None:
                 raise error

@@ -153,10 +153,15 @@ def documents(
     ]
 
 
-def pack(docs: Sequence[Document], shape: BlockShape) -> PackedBatch:
-    """Pack documents into one micro-batch.
+def pack(docs: Sequence[Document], shape: BlockShape, *, pinned: bool = False) -> PackedBatch:
+    """Pack documents into one micro-batch, which shares no memory with them.
 
     Context rows behind a document's last anchor are left out: no block sees them.
+
+    Args:
+        docs: The samples with their anchors.
+        shape: Size and mask token of a block.
+        pinned: Gather the features in page-locked memory.
     """
     # A document without anchors has no context that anything reads, so it packs to nothing.
     rows = [int(doc.anchors[-1]) if len(doc.anchors) else 0 for doc in docs]
@@ -169,7 +174,7 @@ def pack(docs: Sequence[Document], shape: BlockShape) -> PackedBatch:
     first_row = np.repeat(starts, per_doc)
     anchors = np.concatenate([doc.anchors for doc in docs]) if docs else np.zeros(0, np.int64)
     return PackedBatch(
-        features=_features(docs, rows),
+        features=_features(docs, rows, pinned=pinned),
         context_positions=torch.cat([torch.arange(0), *(torch.arange(count) for count in rows)]),
         block_ids=ids,
         block_positions=positions,
@@ -182,10 +187,14 @@ def pack(docs: Sequence[Document], shape: BlockShape) -> PackedBatch:
     )
 
 
-def _features(docs: Sequence[Document], rows: Sequence[int]) -> Tensor:
+def _features(docs: Sequence[Document], rows: Sequence[int], *, pinned: bool) -> Tensor:
     # [rows, K, H] of each document, one after another -> [T, K*H]
     parts = [doc.sample.hidden_states[:count] for doc, count in zip(docs, rows, strict=True)]
-    return torch.cat(parts).flatten(1) if parts else torch.zeros(0, 0)
+    if not parts:
+        return torch.zeros(0, 0)
+    # PyTorch gives a pinned block out again only when the copy from it to the device is done.
+    together = torch.empty(sum(rows), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
+    return torch.cat(parts, out=together).flatten(1)
 
 
 def _blocks_of(doc: Document, shape: BlockShape) -> tuple[np.ndarray, ...]:

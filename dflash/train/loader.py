@@ -76,6 +76,7 @@ class StepLoader:
         self._reader, self._sampler, self._blocks = reader, sampler, blocks
         self._world, self._device = world, device
         self._ready: queue.Queue[LoadedStep | BaseException | None] = queue.Queue(maxsize=STEPS_AHEAD)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="step-loader", daemon=True)
         self.waited = 0.0
@@ -132,7 +133,7 @@ class StepLoader:
         rows = [draw.row for draw in slot]
         buckets = self._reader.index.buckets[rows].tolist()
         docs = documents(samples, [draw.epoch for draw in slot], buckets, self._blocks.anchors)
-        batch = pack(docs, self._blocks.shape)
+        batch = pack(docs, self._blocks.shape, pinned=self._device.type == "cuda")
         if self._blocks.negatives is not None:
             vocab_size, seed = self._reader.manifest.identity.vocab_size, self._blocks.anchors.seed
             drawn = draw_negatives(self._blocks.negatives, vocab_size, seed, batch.samples)
@@ -144,11 +145,21 @@ class StepLoader:
     ) -> tuple[Sequence[Draw], list[Sample]]:
         rows = [draw.row for draw in slot]
         if not self._blocks.skip_corrupt:
-            return slot, self._reader.read(rows)
+            return slot, self._reader.read(rows, self._room(rows))
         samples, damaged = read_sound(self._reader, rows)
         corrupt.extend(damaged)
         lost = {sample.row for sample in damaged}
         return [draw for draw in slot if draw.row not in lost], samples
+
+    def _room(self, rows: Sequence[int]) -> torch.Tensor:
+        """Memory to read these samples into, the same for every batch: fresh pages cost as much as reading.
+
+        `pack` copies out of it before the next batch is read.
+        """
+        needed = self._reader.buffer_bytes(rows)
+        if len(self._buffer) < needed:
+            self._buffer = torch.empty(needed + needed // 4, dtype=torch.uint8)
+        return self._buffer
 
     def _draws(self, step: Step) -> np.ndarray:
         index = self._reader.index
