@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from dflash.decode import DecodeConfig, Generation, check_fit, generate
+from dflash.decode.config import DecodeConfig, Generation
+from dflash.decode.drafting import check_fit
+from dflash.decode.loop import generate
 from dflash.dist import device_of
 from dflash.drafter import Drafter
 from dflash.errors import CheckpointError, ConfigError, CorpusError

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from dflash.errors import CacheCorrupt, TargetError
 from dflash.files import publish
+from dflash.smallrows import small_linear
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +76,7 @@ class TargetHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[P, V]` of the drafter's normed output `[P, H]`."""
-        logits = F.linear(hidden, self.lm_head)
+        logits = small_linear(hidden, self.lm_head)
         cap = self.facts.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

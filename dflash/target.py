@@ -21,6 +21,7 @@ from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_ava
 
 from dflash.errors import ConfigError, TargetError
 from dflash.head import TargetHead, head_of
+from dflash.smallrows import use_small_rows
 from dflash.taps import check_taps
 from dflash.target_files import TargetFacts, inspect_target, load_config, load_model, load_tokenizer
 
@@ -296,6 +297,7 @@ class Target:
         self.num_layers, self.hidden_size = int(text.num_hidden_layers), int(text.hidden_size)
         self._layers = decoder_layers(self.model, self.num_layers)
         self.head = head_of(model, final_norm(model.get_decoder(), self.hidden_size))
+        use_small_rows(self.model)
 
     @property
     def stop_tokens(self) -> frozenset[int]:
@@ -311,21 +313,63 @@ class Target:
         cache.activate_past_recording()
         return cache
 
-    @torch.inference_mode()
-    def forward(self, ids: Tensor, cache: DynamicCache, *, keep_logits: int) -> tuple[Tensor, Tensor]:
-        """Run tokens behind what the cache holds.
+    def forward(
+        self,
+        ids: Tensor,
+        cache: DynamicCache,
+        *,
+        keep_logits: int,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run tokens of one sequence behind what the cache holds.
 
         Args:
             ids: `[T]`.
             cache: Extended by T positions.
             keep_logits: How many of the last positions need logits.
+            positions: Absolute positions `[T]`; by default those behind the cache.
+            mask: What each token sees, `[1, 1, T, cache + T]`, added to the scores; causal by default.
 
         Returns:
             Logits `[keep_logits, V]` and tapped states `[T, K*H]`.
         """
+        where = None if positions is None else positions[None]
+        logits, features = self.forward_rows(
+            ids[None], cache, keep_logits=keep_logits, positions=where, mask=mask
+        )
+        return logits[0], features[0]
+
+    @torch.inference_mode()
+    def forward_rows(
+        self,
+        ids: Tensor,
+        cache: DynamicCache,
+        *,
+        keep_logits: int,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run tokens of R sequences behind what the cache holds of each.
+
+        Args:
+            ids: `[R, T]`.
+            cache: Extended by T positions.
+            keep_logits: How many of the last positions need logits.
+            positions: Absolute positions `[R, T]`; by default those behind the cache.
+            mask: `[R, cache + T]`, 1 where a position counts, or as in `forward`.
+
+        Returns:
+            Logits `[R, keep_logits, V]` and tapped states `[R, T, K*H]`.
+        """
+        given = {"position_ids": positions, "attention_mask": mask}
         taken: list[Tensor] = []
-        with tapped(self._layers, self.taps, lambda _, output: taken.append(output[0])):
+        with tapped(self._layers, self.taps, lambda _, output: taken.append(output)):
             logits = self.model(
-                input_ids=ids[None], cache=cache, use_cache=True, logits_to_keep=keep_logits
+                input_ids=ids,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=keep_logits,
+                **{name: value for name, value in given.items() if value is not None},
             ).logits
-        return logits[0], torch.cat(taken, dim=-1)
+        return logits, torch.cat(taken, dim=-1)

@@ -7,7 +7,8 @@ import torch
 from support import VOCAB
 
 from dflash.cache.writer import Sample
-from dflash.decode import DecodeConfig, generate
+from dflash.decode.config import DecodeConfig
+from dflash.decode.loop import generate
 from dflash.drafter import Drafter, DrafterConfig, init_weights
 from dflash.target import Target
 from dflash.train.batches import BlockShape, Document, pack

@@ -9,7 +9,10 @@ from support import EOS, MASK, VOCAB, drafter_config, write_target
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash.decode import BlockDrafter, DecodeConfig, Generation, accept_length, check_fit, generate, reject
+from dflash.decode.config import DecodeConfig, Generation
+from dflash.decode.drafting import BlockDrafter, check_fit
+from dflash.decode.loop import generate
+from dflash.decode.sampling import accept_length, reject
 from dflash.drafter import Drafter, init_weights
 from dflash.errors import CheckpointError, ConfigError
 

@@ -8,7 +8,8 @@ from overfit import answered, open_target, overfitted, random_prompts
 from support import EOS, VOCAB, drafter_config, write_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
-from dflash.decode import DecodeConfig, generate
+from dflash.decode.config import DecodeConfig
+from dflash.decode.loop import generate
 
 
 @pytest.fixture(scope="module")

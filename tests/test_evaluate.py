@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash.decode import Generation
+from dflash.decode.config import Generation
 from dflash.errors import CheckpointError, ConfigError
 from dflash.evaluate import EvalConfig, EvalReport, KindReport, resolve_drafter
 from dflash.extract.prompts import Prompt

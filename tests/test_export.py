@@ -9,7 +9,8 @@ from support import drafter_config, write_target
 from transformers import AutoModel, AutoModelForCausalLM
 
 from dflash.attention import BlockLayout
-from dflash.decode import DecodeConfig, generate
+from dflash.decode.config import DecodeConfig
+from dflash.decode.loop import generate
 from dflash.errors import ConfigError
 from dflash.export import export_transformers, transformers_config
 from dflash.pretrained import load_drafter, write_drafter

@@ -46,8 +46,8 @@ def generate(target: str, drafter: Path, prompt: str, **flags: Any) -> None:
     """
     import torch
 
-    from dflash.decode import DecodeConfig
-    from dflash.decode import generate as decode
+    from dflash.decode.config import DecodeConfig
+    from dflash.decode.loop import generate as decode
     from dflash.evaluate import open_pair
 
     model, network, tokenizer = open_pair(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash.decode import DecodeConfig, Generation, generate
+from dflash.decode.config import DecodeConfig, Generation
+from dflash.decode.loop import generate
 from dflash.drafter import Drafter
 from dflash.target import Target
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support import VOCAB, drafter_config, write_target
 
 from dflash.attention import BlockLayout
-from dflash.decode import BlockDrafter
+from dflash.decode.drafting import BlockDrafter
 from dflash.drafter import Drafter
 from dflash.pretrained import write_drafter
 

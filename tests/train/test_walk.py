@@ -14,7 +14,8 @@ from overfit import answered, open_target, overfitted, random_prompts
 from support import drafter_config, write_cache, write_target
 
 from dflash.cache.reader import CacheReader
-from dflash.decode import DecodeConfig, Generation, generate
+from dflash.decode.config import DecodeConfig, Generation
+from dflash.decode.loop import generate
 from dflash.drafter import Drafter
 from dflash.target import Target
 from dflash.train.evaluation import WalkCounts
