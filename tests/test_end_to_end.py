@@ -211,7 +211,7 @@ def test_a_sample_longer_than_a_micro_batch_is_named(place: Path, tmp_path: Path
 )
 def test_a_drafter_of_another_target_is_refused(place: Path, tmp_path: Path, change: dict, word: str) -> None:
     from dflash.drafter import Drafter
-    from dflash.evaluate import resolve_drafter
+    from dflash.evaluate.pair import resolve_drafter
 
     other = replace(load_drafter(resolve_drafter(place / "run")).config, **change)
     write_drafter(Drafter(other), tmp_path)

@@ -141,12 +141,18 @@ nproc_option = click.option(
     "--nproc", type=click.IntRange(min=1), help="Processes on this machine.  [default: one a GPU]"
 )
 
-pair_options = options(
-    click.option("--target", required=True, help="Folder, GGUF file or hub name of the target model."),
-    click.option("--drafter", required=True, type=PATH, help="Run, checkpoint, or drafter folder."),
+target_option = click.option(
+    "--target", required=True, help="Folder, GGUF file or hub name of the target model."
+)
+decode_options = options(
     click.option("--max-new-tokens", default=128, show_default=True, help="Longest answer."),
     click.option("--temperature", default=0.0, show_default=True, help="0 is greedy."),
     click.option("--dtype", default="float32", show_default=True, help="float32 or bfloat16."),
     click.option("--seed", default=0, show_default=True, help="Of sampling with a temperature."),
+    click.option("--top-k", type=int, help="Sample from so many of the likeliest tokens.  [default: all]"),
+    click.option("--top-p", type=float, help="Sample from the fewest with this share.  [default: all]"),
+    click.option("--draft", default="block", show_default=True, help="block, or tree: alternatives too."),
+    click.option("--budget", default=64, show_default=True, help="Most nodes of a tree."),
+    click.option("--adaptive", is_flag=True, help="Draft as much as pays, by measurement; else pause."),
     trust_option,
 )

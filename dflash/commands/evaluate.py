@@ -3,42 +3,80 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dflash.commands.common import config_option, options, pair_options
+from dflash.commands.common import PATH, config_option, decode_options, options, target_option
 
 
 @click.command("eval")
 @options(
     config_option,
-    pair_options,
+    target_option,
     click.option(
-        "--data", required=True, multiple=True, help="Prompts: conversations up to the last user turn."
+        "--drafter",
+        "drafters",
+        required=True,
+        multiple=True,
+        type=PATH,
+        help="Run, checkpoint, or drafter folder; several are measured one after another.",
     ),
+    click.option(
+        "--data",
+        required=True,
+        multiple=True,
+        help="Prompts: conversations up to the last user turn; or gsm8k, math500, humaneval, mbpp, mt-bench.",
+    ),
+    decode_options,
     click.option("--per-kind", type=int, help="Most prompts of each kind.  [default: all]"),
+    click.option("--batch-size", default=1, show_default=True, help="Prompts decoded together."),
+    click.option(
+        "--thinking", default="template", show_default=True, help="on, off, or as the chat template does."
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    click.option("--markdown", is_flag=True, help="Print a Markdown table."),
+    click.option("--plot", type=PATH, help="Draw acceptance by position: .png, .svg or .pdf."),
 )
-def evaluate_command(*, as_json: bool, **flags: Any) -> None:
-    """Measure a drafter: acceptance length, speed-up, and whether every token stays the same.
+def evaluate_command(
+    drafters: tuple[Path, ...], *, as_json: bool, markdown: bool, plot: Path | None, **flags: Any
+) -> None:
+    """Measure drafters: acceptance length, speed-up, and whether every token stays the same.
 
     \b
     dflash eval --target Qwen/Qwen3-8B --drafter runs/a --data heldout.jsonl
+    dflash eval --target Qwen/Qwen3-8B --drafter runs/a --drafter runs/b --data gsm8k --per-kind 50
     """
-    from dflash.evaluate import EvalConfig, evaluate
+    from dflash.evaluate.config import EvalConfig
+    from dflash.evaluate.plot import plot_positions
+    from dflash.evaluate.run import evaluate
 
-    flags["drafter"] = _named(flags["drafter"])
     flags["data"] = tuple(flags["data"])
-    report = evaluate(EvalConfig(**flags))
-    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.table())
+    config = EvalConfig(drafter=drafters[0], **flags)
+    reports = {str(path): evaluate(replace(config, drafter=_named(path))) for path in drafters}
+    if plot is not None:
+        plot_positions(plot, reports)
+    if as_json:
+        values = {name: report.to_json() for name, report in reports.items()}
+        click.echo(json.dumps(values if len(values) > 1 else values[str(drafters[0])], indent=2))
+        return
+    for name, report in reports.items():
+        title = f"{name}\n" if len(reports) > 1 else ""
+        click.echo(title + (report.markdown() if markdown else report.table()))
 
 
 @click.command()
-@pair_options
-@click.option("--prompt", required=True, help="What the user says.")
-def generate(target: str, drafter: Path, prompt: str, **flags: Any) -> None:
+@options(
+    target_option,
+    click.option("--drafter", required=True, type=PATH, help="Run, checkpoint, or drafter folder."),
+    decode_options,
+    click.option("--prompt", required=True, help="What the user says."),
+)
+def generate(
+    target: str, drafter: Path, prompt: str, *, dtype: str, trust_remote_code: bool, **flags: Any
+) -> None:
     """Answer one prompt with speculative decoding.
 
     \b
@@ -48,14 +86,14 @@ def generate(target: str, drafter: Path, prompt: str, **flags: Any) -> None:
 
     from dflash.decode.config import DecodeConfig
     from dflash.decode.loop import generate as decode
-    from dflash.evaluate import open_pair
+    from dflash.evaluate.pair import open_pair
 
+    settings = DecodeConfig(**flags)
     model, network, tokenizer = open_pair(
-        target, _named(drafter), dtype=flags["dtype"], trust_remote_code=flags["trust_remote_code"]
+        target, _named(drafter), dtype=dtype, trust_remote_code=trust_remote_code
     )
     chat = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    settings = DecodeConfig(flags["max_new_tokens"], flags["temperature"], flags["seed"])
     result = decode(model, network, torch.tensor(ids), settings)
     click.echo(tokenizer.decode(result.tokens, skip_special_tokens=True))
     rate = len(result.tokens) / max(result.seconds, 1e-9)
@@ -66,7 +104,7 @@ def generate(target: str, drafter: Path, prompt: str, **flags: Any) -> None:
 
 def _named(drafter: Path) -> Path:
     """The folder that will be loaded; said where a run leaves it open which of its checkpoints that is."""
-    from dflash.evaluate import resolve_drafter
+    from dflash.evaluate.pair import resolve_drafter
     from dflash.train.checkpoint import best_checkpoint
 
     folder = resolve_drafter(drafter)

@@ -26,6 +26,7 @@ from torch import Tensor
 from dflash.decode.config import DecodeConfig, Generation
 from dflash.decode.drafting import BlockDrafter, check_fit
 from dflash.decode.pace import Pace
+from dflash.decode.rollback import Rollback
 from dflash.decode.sampling import Sampling, accept_length, reject
 from dflash.decode.tree import best_first, check_tree_target, follow, keep_rows, tree_mask, tree_positions
 from dflash.errors import ConfigError
@@ -123,11 +124,12 @@ class _Decoding:
         drafts, proposed = self._draft(slots)
         anchor = torch.tensor([self.result.tokens[-1]], device=self.target.device)
         ids = torch.cat([anchor, drafts])
+        rollback = Rollback(self.cache, len(ids))
         logits, features = self.target.forward(ids, self.cache, keep_logits=len(ids))
         kept, bonus = self._verify(drafts, proposed, self.sampling.weights(logits))
         added = self._commit([*drafts[:kept].tolist(), bonus])
         # The anchor and the drafts before the last committed token are context now; the rest is forgotten.
-        self.cache.crop(added - len(ids))
+        self.result.target_passes += rollback.keep(self.target, ids, added)
         self._keep_states(features[:added])
         return added
 

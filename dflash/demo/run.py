@@ -11,7 +11,9 @@ from typing import Any
 
 from dflash.cache.info import cache_info
 from dflash.demo.gguf import convert_gguf, find_demo_gguf
-from dflash.evaluate import EvalConfig, EvalReport, evaluate
+from dflash.evaluate.config import EvalConfig
+from dflash.evaluate.figures import EvalReport
+from dflash.evaluate.run import evaluate
 from dflash.extract.pipeline import ExtractConfig, ExtractReport, extract
 from dflash.files import publish_bytes, publish_json
 from dflash.train.batches import AnchorConfig

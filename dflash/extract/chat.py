@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +51,19 @@ class ChatRenderer:
 
     Args:
         tokenizer: A fast tokenizer (it must report character offsets).
+        variables: What the template gets beside the turns, e.g. `enable_thinking`.
 
     Raises:
         CorpusError: the tokenizer is not a fast one.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise CorpusError(
                 f"the tokenizer {type(tokenizer).__name__} reports no character offsets, "
                 "which the loss mask needs; use the fast tokenizer (tokenizer.json) of the target"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._variables = tokenizer, dict(variables or {})
         self._templates: dict[bool, str] = {}
         names = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(
             tokenizer.all_special_tokens
@@ -92,6 +93,7 @@ class ChatRenderer:
                     chat_template=template,
                     add_generation_prompt=generation_prompt,
                     tokenize=False,
+                    **self._variables,
                 )
             )
         except Exception as error:  # a template is a program: it may fail in any way

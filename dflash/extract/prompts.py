@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dflash.errors import CorpusError
+from dflash.extract.benchmarks import benchmark_rows, is_benchmark
 from dflash.extract.chat import ChatRenderer, Rendered, tokenise
 from dflash.extract.conversation import Conversation, PlainText, Thinking, Unusable, parse_row
 from dflash.extract.formats import Row, find_sources
@@ -28,18 +29,31 @@ class Prompt:
     """The row's `id` field, else where the row stands."""
 
 
-def load_prompts(data: Sequence[str], tokenizer: Any, thinking: Thinking = "keep") -> list[Prompt]:
-    """Prompts of these files, folders, patterns or data sets, in their order.
+def load_prompts(
+    data: Sequence[str],
+    tokenizer: Any,
+    thinking: Thinking = "keep",
+    *,
+    template_thinking: bool | None = None,
+) -> list[Prompt]:
+    """Prompts of these files, folders, patterns, data sets or benchmarks, in their order.
+
+    Args:
+        data: What `--data` takes, or names of `BENCHMARKS`.
+        tokenizer: The target's.
+        thinking: Whether the reasoning of earlier turns is kept.
+        template_thinking: What the template's variable `enable_thinking` is; left alone when None.
 
     Rows without a user turn, and those the template refuses, are left out.
 
     Raises:
         CorpusError: data is missing or malformed, a row is plain text, or no prompt is left.
     """
-    renderer = ChatRenderer(tokenizer)
+    variables = {} if template_thinking is None else {"enable_thinking": template_thinking}
+    renderer = ChatRenderer(tokenizer, variables)
     prompts = []
-    for source in find_sources(data):
-        for row in source.rows():
+    for name in data:
+        for row in benchmark_rows(name) if is_benchmark(name) else _rows([name]):
             try:
                 prompts.append(_prompt(row, tokenizer, renderer, thinking))
             except Unusable:  # noqa: PERF203 - a verdict on one row must not end the others
@@ -47,6 +61,11 @@ def load_prompts(data: Sequence[str], tokenizer: Any, thinking: Thinking = "keep
     if not prompts:
         raise CorpusError(f"{', '.join(data)}: no row has a user turn that the chat template can render")
     return prompts
+
+
+def _rows(data: Sequence[str]) -> Iterator[Row]:
+    for source in find_sources(data):
+        yield from source.rows()
 
 
 def _prompt(row: Row, tokenizer: Any, renderer: ChatRenderer, thinking: Thinking) -> Prompt:

@@ -11,7 +11,7 @@ from clients import ROOT
 
 from dflash.demo.run import corpus_file
 from dflash.drafter import Drafter
-from dflash.evaluate import open_pair, resolve_drafter
+from dflash.evaluate.pair import open_pair, resolve_drafter
 from dflash.extract.prompts import load_prompts
 from dflash.target import Target
 
