@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from math import gcd
 from typing import Protocol
 
+from dflash.train.evening import EvenBatches
+from dflash.train.levels import choose_caps
+from dflash.train.packing import Packing
 from dflash.train.pools import Arrivals, BucketPool, Draw, IntArray
 from dflash.train.quota import Chairman
 from dflash.train.window import ReadyQueue, StreamState, Supply
@@ -31,13 +34,13 @@ class QuotaBatches:
     With `shares` None (the natural mix), bucket b is owed M_b of an epoch's draws, M_b being the number of
     micro-batches that its samples fill, and the epoch ends with every bucket used up. Otherwise it is owed a
     share of the tokens; its share of the draws follows from its average micro-batch in the first pass.
-    Micro-batches of a pass are about equally full: the limit is lowered as far as their number allows.
+    The micro-batches of all buckets cost about the same: see `dflash.train.levels` and `.evening`.
 
     Args:
         pools: The buckets that are drawn from.
         tokens: Tokens that each holds.
         shares: Their shares of the tokens, as positive integers.
-        budget: Tokens of a micro-batch.
+        packing: How a step is divided, and what a sample costs.
         state: What `state()` returned, to resume.
     """
 
@@ -46,49 +49,52 @@ class QuotaBatches:
         pools: Sequence[BucketPool],
         tokens: Sequence[int],
         shares: Sequence[int] | None,
-        budget: int,
+        packing: Packing,
         state: StreamState | None,
     ) -> None:
-        self._pools, self._tokens, self._shares, self._budget = pools, tokens, shares, budget
+        self._tokens, self._shares = tokens, shares
         # Planning a pass looks at every sample of it, so a resume takes the numbers as saved.
-        plan = self._plan() if state is None else (list(state["batches"]), list(state["limits"]))
-        self._batches: list[int] = plan[0]
-        self._limits: list[int] = plan[1]
+        caps = choose_caps(pools, shares or tokens, packing) if state is None else state["caps"]
+        passes = [None] * len(pools) if state is None else state["passes"]
+        self._buckets = [
+            EvenBatches(pool, packing, cap, saved)
+            for pool, cap, saved in zip(pools, caps, passes, strict=True)
+        ]
+        self._due: list[int] = self._counts() if state is None else list(state["batches"])
         self._chairman = Chairman(self._weights(), None if state is None else state["counts"])
 
     def take(self) -> tuple[list[Draw], int]:
         """The next micro-batch and its tokens."""
-        if self._shares is None and self._chairman.counts == self._batches:
-            self._batches, self._limits = self._plan()
+        if self._shares is None and self._chairman.counts == self._due:
+            for bucket in self._buckets:
+                bucket.plan()
+            self._due = self._counts()
             self._chairman = Chairman(self._weights())
-        bucket = self._chairman.pick()
-        pool = self._pools[bucket]
-        if self._shares is not None and pool.epoch and not pool.within_pass:
-            _, self._limits[bucket] = pool.plan_pass(self._budget)
-        return pool.take_batch(self._limits[bucket])
+        return self._buckets[self._chairman.pick()].take()
 
     def state(self) -> StreamState:
-        """Per bucket: samples taken, draws made and due in the epoch (or first pass), tokens of a draw."""
+        """Per bucket: samples taken, draws made and due in the epoch (or first pass), cap, place in its pass."""
+        passes = [bucket.state() for bucket in self._buckets]
         return {
-            "positions": [pool.position for pool in self._pools],
+            "positions": [begin for begin, *_ in passes],
             "counts": list(self._chairman.counts),
-            "batches": list(self._batches),
-            "limits": list(self._limits),
+            "batches": list(self._due),
+            "caps": [bucket.cap for bucket in self._buckets],
+            "passes": passes,
         }
 
-    def _plan(self) -> tuple[list[int], list[int]]:
-        plans = [pool.plan_pass(self._budget) for pool in self._pools]
-        return [count for count, _ in plans], [limit for _, limit in plans]
+    def _counts(self) -> list[int]:
+        return [bucket.count for bucket in self._buckets]
 
     def _weights(self) -> list[int]:
         if self._shares is None:
-            return self._batches
+            return self._due
         everything = 1
         for held in self._tokens:
             everything *= held
         weights = [
             share * count * (everything // held)
-            for share, count, held in zip(self._shares, self._batches, self._tokens, strict=True)
+            for share, count, held in zip(self._shares, self._due, self._tokens, strict=True)
         ]
         divisor = gcd(*weights)
         return [weight // divisor for weight in weights]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 _SCALE = 1 << 30
@@ -28,6 +28,14 @@ class Packing:
         """Most tokens that a step holds."""
         return self.slots * self.budget
 
+    def work(self, length: int) -> int:
+        """Cost of a sample as an integer: such costs add up to the same sums in any order, on any platform."""
+        return (round(self.linear * _SCALE) + round(self.quadratic * _SCALE) * length) * length
+
+    def with_slots(self, slots: int) -> Packing:
+        """The same for another number of micro-batches."""
+        return replace(self, slots=slots)
+
 
 def deal(lengths: Sequence[int], packing: Packing) -> list[list[int]] | None:
     """Deal samples into the slots: the costliest first, each to the cheapest slot with room (LPT).
@@ -39,8 +47,7 @@ def deal(lengths: Sequence[int], packing: Packing) -> list[list[int]] | None:
     Returns:
         For each slot the ascending indices into `lengths`, or None when a sample finds no slot with room.
     """
-    # Integer costs add up to the same sums in any order and on any platform.
-    linear, quadratic = round(packing.linear * _SCALE), round(packing.quadratic * _SCALE)
+    linear, quadratic = round(packing.linear * _SCALE), round(packing.quadratic * _SCALE)  # as `work`
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     dealt: list[list[int]] = [[] for _ in range(packing.slots)]
     heap = [(0, slot, packing.budget) for slot in range(packing.slots)]

@@ -39,7 +39,8 @@ class BucketPool:
         self, rows: IntArray, lengths: IntArray, key: tuple[str | int, ...], position: int = 0
     ) -> None:
         self.position = position
-        self._rows, self._lengths, self._key = rows, lengths, key
+        self.key = key
+        self._rows, self._lengths = rows, lengths
         self._chunk_rows: list[int] = []
         self._chunk_lengths: list[int] = []
         self._cursor = 0
@@ -49,10 +50,14 @@ class BucketPool:
         """The pass that the next sample belongs to."""
         return self.position // len(self._rows)
 
+    def __len__(self) -> int:
+        """Samples of the bucket."""
+        return len(self._rows)
+
     @property
-    def within_pass(self) -> bool:
-        """Whether the current pass has begun and is not used up."""
-        return self.position % len(self._rows) > 0
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self._lengths[self._rows].max())
 
     def peek(self) -> int:
         """Tokens of the next sample."""
@@ -69,15 +74,16 @@ class BucketPool:
         self.position += 1
         return draw
 
-    def take_batch(self, budget: int) -> tuple[list[Draw], int]:
-        """The next samples of this pass for as long as they fit into `budget` tokens, and their tokens."""
-        epoch, rows, total = self.epoch, list[int](), 0
-        while self.epoch == epoch and total + self.peek() <= budget:
-            total += self.peek()
+    def take_batch(self, budget: int) -> tuple[list[Draw], list[int]]:
+        """The next samples of this pass for as long as they fit into `budget` tokens, and their lengths."""
+        epoch, rows, lengths, total = self.epoch, list[int](), list[int](), 0
+        while self.epoch == epoch and total + (length := self.peek()) <= budget:
+            total += length
+            lengths.append(length)
             rows.append(self._chunk_rows[self._cursor])
             self._cursor += 1
             self.position += 1
-        return list(map(Draw._make, zip(rows, repeat(epoch), strict=False))), total
+        return list(map(Draw._make, zip(rows, repeat(epoch), strict=False))), lengths
 
     def plan_pass(self, budget: int) -> tuple[int, int]:
         """How the current pass divides into micro-batches of at most `budget` tokens.
@@ -86,27 +92,19 @@ class BucketPool:
             How many `take_batch(budget)` it takes to use up the pass from its beginning, and the smallest
             limit with which it takes no more of them: then the last is hardly smaller than the rest.
         """
-        lengths = self._pass_lengths()
-        ends = np.cumsum(lengths)
-        count = _count_batches(ends, budget)
-        if count > _EVEN_AT_MOST:
-            return count, budget
-        low, high = max(int(lengths.max()), int(ends[-1]) // count), budget
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if _count_batches(ends, middle) == count else (middle + 1, high)
-        return count, high
+        return even_limit(self.pass_lengths(len(self._rows)), budget)
 
-    def _pass_lengths(self) -> npt.NDArray[np.int64]:
+    def pass_lengths(self, count: int) -> npt.NDArray[np.int64]:
+        """Tokens of the first `count` samples of the current pass, int64 `[min(count, n)]`."""
         order = self._permutation()
-        lengths = np.empty(len(self._rows), np.int64)
+        lengths = np.empty(min(count, len(self._rows)), np.int64)
         for start in range(0, len(lengths), _PLANNING_CHUNK):
             stop = min(start + _PLANNING_CHUNK, len(lengths))
             lengths[start:stop] = self._lengths[self._rows[order.slice(start, stop)]]
         return lengths
 
     def _permutation(self) -> Permutation:
-        return Permutation(len(self._rows), derive_key("order", *self._key, self.epoch))
+        return Permutation(len(self._rows), derive_key("order", *self.key, self.epoch))
 
     def _load(self) -> None:
         # A chunk ends with its pass: the next pass has another permutation.
@@ -116,6 +114,19 @@ class BucketPool:
         self._chunk_rows = rows.tolist()
         self._chunk_lengths = self._lengths[rows].tolist()
         self._cursor = 0
+
+
+def even_limit(lengths: npt.NDArray[np.int64], budget: int) -> tuple[int, int]:
+    """How many micro-batches of at most `budget` tokens these samples fill in turn, and the least such limit."""
+    ends = np.cumsum(lengths)
+    count = _count_batches(ends, budget)
+    if count > _EVEN_AT_MOST:
+        return count, budget
+    low, high = max(int(lengths.max()), int(ends[-1]) // count), budget
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _count_batches(ends, middle) == count else (middle + 1, high)
+    return count, high
 
 
 def _count_batches(ends: npt.NDArray[np.int64], limit: int) -> int:

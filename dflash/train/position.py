@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash.errors import CacheMismatch, CheckpointError, ConfigError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 _CORPUS_FIELDS = {"corpus", "samples"}
 _KEYS = {"version", "fingerprint", "steps", "tokens", "stream"}
 

@@ -302,7 +302,7 @@ class Sampler:
         if config.policy == "stratified":
             held = [corpus.tokens_by_bucket[bucket] for bucket in self._active()]
             shares = None if config.mix == "natural" else self._positive_weights()
-            return QuotaBatches(self._pools(state), held, shares, config.tokens_per_batch, state)
+            return QuotaBatches(self._pools(state), held, shares, config.packing, state)
         key = self._key("queue") if config.policy == "shuffle" else None
         queue = ReadyQueue(config.window, len(corpus.bucket_edges), key, state)
         supply = Supply(config.supply, 0 if state is None else state["credit"])

@@ -13,7 +13,7 @@ def fill_batches(pool: BucketPool, limit: int) -> list[int]:
     """Tokens of each micro-batch of the pool's first pass."""
     tokens = []
     while pool.epoch == 0:
-        tokens.append(pool.take_batch(limit)[1])
+        tokens.append(sum(pool.take_batch(limit)[1]))
     return tokens
 
 

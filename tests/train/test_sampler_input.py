@@ -143,5 +143,5 @@ def test_a_damaged_position_is_a_one_line_error_and_never_another_order(policy: 
                 Sampler(corpus, config, state=state)
             assert isinstance(caught.value, DflashError)
             assert "\n" not in str(caught.value)
-    with pytest.raises(CheckpointError, match="format 2"):
-        Sampler(corpus, config, state={**json.loads(good), "version": 2})
+    with pytest.raises(CheckpointError, match="format 3"):
+        Sampler(corpus, config, state={**json.loads(good), "version": 3})
