@@ -37,6 +37,12 @@ from dflash.commands.common import PATH, config_option, nproc_option, options, s
     click.option(
         "--mix", default="natural", show_default=True, help="natural, uniform, sqrt, or 256:0.2,512:0.8."
     ),
+    click.option("--epoch-size", type=int, help="Tokens of an epoch of another mix.  [default: all held]"),
+    click.option(
+        "--window-bytes",
+        type=int,
+        help="Most bytes of a rank's samples ready ahead.  [default: 1 GiB, or two steps if that is more]",
+    ),
     click.option(
         "--tokens-per-batch", default=16384, show_default=True, help="Most tokens of a micro-batch."
     ),

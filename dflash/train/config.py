@@ -57,6 +57,8 @@ class TrainConfig:
     """Steps in a row whose loss or gradient is not finite, with which the run ends; fewer are skipped."""
     skip_corrupt: bool = False
     """Go on without samples that are damaged, recording them; otherwise the first one ends the run."""
+    window_bytes: int | None = None
+    """Most bytes of hidden states that one rank holds ready; None: 1 GiB, or two steps where that is more."""
 
     def __post_init__(self) -> None:
         """Refuse a run without an end, and parts that do not belong together.

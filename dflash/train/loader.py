@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +12,7 @@ import torch
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
 from dflash.train.candidates import draw_negatives
 from dflash.train.faults import CorruptSample, read_sound
+from dflash.train.ready import DEFAULT_BYTES, ReadyLimits, ReadyWindow
 from dflash.train.sampler import Sampler, SamplerState, Step, batches_for
 
 if TYPE_CHECKING:
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
     from dflash.train.pools import Draw
     from dflash.world import World
 
-STEPS_AHEAD = 2
-"""Steps that are packed before they are needed; the rest of the sampler's window stays on the disk."""
+TWO_STEPS = ReadyLimits(gate=1, steps=2, limit_bytes=DEFAULT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class LoadedStep:
     state: SamplerState
     """The sampler's position behind this step."""
     ready: int = 0
-    """Steps, this one included, that were packed when the trainer asked for it; 0: it had to wait."""
+    """Steps, this one included, that were ready when the trainer asked for it; 0: it had to wait."""
     waited: float = 0.0
     """Seconds that it waited."""
     corrupt: tuple[CorruptSample, ...] = ()
@@ -68,15 +65,22 @@ class StepLoader:
         blocks: How many blocks samples get, and of which shape.
         world: Which micro-batches are this rank's.
         device: Where batches end up; for CUDA they are pinned here and copied beside the computation.
+        limits: How far ahead is loaded.
     """
 
-    def __init__(
-        self, reader: CacheReader, sampler: Sampler, blocks: BlockPlan, world: World, device: torch.device
+    def __init__(  # noqa: PLR0913 - what is read, how, by whom, and how far ahead
+        self,
+        reader: CacheReader,
+        sampler: Sampler,
+        blocks: BlockPlan,
+        world: World,
+        device: torch.device,
+        limits: ReadyLimits = TWO_STEPS,
     ) -> None:
         self._reader, self._sampler, self._blocks = reader, sampler, blocks
         self._world, self._device = world, device
-        self._ready: queue.Queue[LoadedStep | BaseException | None] = queue.Queue(maxsize=STEPS_AHEAD)
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.window: ReadyWindow[LoadedStep] = ReadyWindow(limits)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="step-loader", daemon=True)
         self.waited = 0.0
@@ -88,39 +92,32 @@ class StepLoader:
 
     def __exit__(self, *_exception: object) -> None:
         self._stop.set()
-        while self._thread.is_alive():
-            with suppress(queue.Empty):
-                self._ready.get(timeout=0.05)  # makes room, so that a waiting producer sees the event
+        self.window.close()
         self._thread.join()
 
     def __iter__(self) -> Iterator[LoadedStep]:
         while True:
-            started, ready = time.perf_counter(), self._ready.qsize()
-            item = self._ready.get()
-            waited = time.perf_counter() - started
-            self.waited += waited
-            if item is None:
+            drawn = self.window.draw()
+            self.waited += drawn.waited
+            if drawn.item is None:
                 return
-            if isinstance(item, BaseException):
-                raise item
-            yield replace(item, ready=ready, waited=waited)
+            yield replace(drawn.item, ready=drawn.ready, waited=drawn.waited)
 
     def _produce(self) -> None:
         try:
             while not self._stop.is_set():
                 step = self._sampler.next_step()
-                if step is None:
+                if step is None or not self.window.reserve(self._bytes(step)):
                     break
-                self._put(self._load(step))
-            self._put(None)
+                self.window.put(self._load(step))
+            self.window.finish()
         except BaseException as error:  # noqa: BLE001 - raised again in the trainer's thread
-            self._put(error)
+            self.window.finish(error)
 
-    def _put(self, item: LoadedStep | BaseException | None) -> None:
-        while not self._stop.is_set():
-            with suppress(queue.Full):
-                self._ready.put(item, timeout=0.1)
-                return
+    def _bytes(self, step: Step) -> int:
+        """Hidden states of this rank's part of a step."""
+        rows = [draw.row for slot in batches_for(step, self._world) for draw in slot.draws]
+        return int(self._reader.index.lengths[rows].sum()) * self._reader.manifest.identity.bytes_per_token
 
     def _load(self, step: Step) -> LoadedStep:
         state = self._sampler.state()

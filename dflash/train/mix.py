@@ -57,6 +57,38 @@ def bucket_weights(mix: str, edges: Sequence[int], tokens: Sequence[int]) -> lis
     return _explicit_weights(mix, edges, tokens)
 
 
+def check_epoch_size(mix: str, size: int | None) -> None:
+    """Refuse an epoch of no tokens, and one of the natural mix that is not each sample once.
+
+    Raises:
+        ConfigError: names the flag and its value.
+    """
+    if size is None:
+        return
+    if size < 1:
+        raise ConfigError(f"--epoch-size is {size} tokens; it must be at least 1")
+    if mix == "natural":
+        raise ConfigError(
+            f"--epoch-size {size} with --mix natural, whose epoch is every sample once; leave it out, use "
+            "--max-steps for a shorter run, or another --mix"
+        )
+
+
+def epoch_passes(weights: Sequence[int], tokens: Sequence[int], size: int | None) -> list[float]:
+    """How often the samples of each bucket are drawn in an epoch, `[buckets]`; 0 for one that is left out.
+
+    Args:
+        weights: Share of each bucket, as `bucket_weights` gives them.
+        tokens: Tokens that each holds.
+        size: Tokens of the epoch; None for as many as the buckets with a share hold.
+    """
+    size = size or sum(held for weight, held in zip(weights, tokens, strict=True) if weight)
+    total = sum(weights)
+    return [
+        size * weight / (total * held) if weight else 0.0 for weight, held in zip(weights, tokens, strict=True)
+    ]
+
+
 def _parse_share(mix: str, part: str) -> tuple[int, Fraction]:
     edge, colon, share = part.partition(":")
     try:

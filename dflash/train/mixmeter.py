@@ -107,6 +107,10 @@ class MixMeter:
         np.add.at(drawn, np.asarray(buckets, np.int64), np.asarray(lengths, np.int64))
         self.record(drawn)
 
+    def tokens_by_bucket(self) -> npt.NDArray[np.int64]:
+        """Tokens consumed of each bucket, int64 `[buckets]`."""
+        return self._ring[self._draws % len(self._ring)].copy()
+
     def recent_shares(self) -> list[float]:
         """Each bucket's share of the tokens of the last draws, up to the shortest window; 0 before any."""
         tokens = self._recent(min(*self._windows, self._draws))
@@ -125,7 +129,7 @@ class MixMeter:
 
     def report(self) -> MixReport:
         """The figures so far."""
-        totals = self._ring[self._draws % len(self._ring)]
+        totals = self.tokens_by_bucket()
         tokens = int(totals.sum())
         ages = self._draws - self._last_seen
         hungriest = int(np.argmax(ages * self._quota))

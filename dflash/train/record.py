@@ -14,6 +14,7 @@ from dflash.train.mixmeter import MeterState, MixMeter
 from dflash.train.runs import METRICS_NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -88,8 +89,15 @@ class RunLog:
         kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= done]
         publish_bytes(self._path, "".join(f"{line}\n" for line in kept).encode())
 
-    def add(self, figures: dict[str, Any], draws: np.ndarray, seconds: float) -> None:
-        """Record one step: its figures, what it drew `[micro-batches, buckets]`, and its wall time."""
+    def add(self, figures: dict[str, Any], draws: np.ndarray, seconds: float, held: Sequence[int]) -> None:
+        """Record one step.
+
+        Args:
+            figures: Of its computation.
+            draws: Tokens that it drew, `[micro-batches, buckets]`.
+            seconds: Its wall time.
+            held: Tokens that each bucket of the cache holds, `[buckets]`.
+        """
         for draw in draws:
             self._meter.record(draw)
         self.last_tokens = int(draws.sum())
@@ -100,6 +108,7 @@ class RunLog:
             "tokens": self.last_tokens,
             "tokens_by_bucket": draws.sum(axis=0).tolist(),
             "seconds": seconds,
+            "passes_by_bucket": self._passes(held),
             "mix": self.mix(),
         }
         self._write(line)
@@ -144,6 +153,11 @@ class RunLog:
     def mix_state(self) -> MeterState:
         """What has been counted of the mix, for a checkpoint."""
         return self._meter.state()
+
+    def _passes(self, held: Sequence[int]) -> list[float | None]:
+        """How often the samples of each bucket have been drawn so far, on average; None for an empty bucket."""
+        consumed = self._meter.tokens_by_bucket().tolist()
+        return [_ratio(taken, whole) for taken, whole in zip(consumed, held, strict=True)]
 
     def _mix_bar(self) -> str:
         """A block a bucket, short to long, for the last 30 draws: half high is on quota, full is twice it."""

@@ -42,6 +42,7 @@ from dflash.train.network import drafter_config
 from dflash.train.objective import DraftingLoss, LossSums
 from dflash.train.optim import build_optimizer, lr_at, set_lr
 from dflash.train.parallel import exchanging, gathered, over_ranks, whole
+from dflash.train.ready import ready_limits
 from dflash.train.record import RunLog, step_figures
 from dflash.train.sampler import Corpus, Sampler
 from dflash.train.window import window_level
@@ -122,6 +123,7 @@ class Run:
             record = config.settings() | {"cache": str(config.cache), "world_size": world.size}
             record |= {"cache_digest": reader.manifest.digest(), "drafter": asdict(run.drafter.config)}
             record |= {"bucket_edges": reader.manifest.identity.bucket_edges}
+            record |= {"epoch": {"tokens": run.sampler.epoch_tokens, "passes_by_bucket": run.sampler.passes}}
             write_run_record(config.out, "train", record)
             if newest is not None:
                 mark_best(config.out, run.best.step if config.keep_best else None)
@@ -147,6 +149,16 @@ class Run:
     def finished(self) -> bool:
         """Whether the last step that was asked for is done."""
         return self.config.max_steps is not None and self.done >= self.config.max_steps
+
+    def loader(self) -> StepLoader:
+        """Makes the steps ready ahead of their use.
+
+        Raises:
+            ConfigError: the window cannot hold a rank's part of a step.
+        """
+        per_token = self.reader.manifest.identity.bytes_per_token
+        limits = ready_limits(self.config.sampler, self.world, per_token, self.config.window_bytes)
+        return StepLoader(self.reader, self.sampler, self.blocks, self.world, self.device, limits)
 
     def remaining(self, loader: StepLoader) -> Iterator[LoadedStep]:
         """The steps that are left, none for a run that was over before it was resumed."""
@@ -194,7 +206,8 @@ class Run:
         figures |= step_figures(totals, self.config.network.block_size, len(self.corpus.bucket_edges))
         figures |= {"lr": lr, "grad_norm": grad_norm}
         figures |= {"waited": loaded.waited, "ready_steps": loaded.ready, "window": self._window(loaded)}
-        self.log.add(figures, loaded.draws, time.perf_counter() - started)
+        held = self.corpus.tokens_by_bucket
+        self.log.add(figures, loaded.draws, time.perf_counter() - started, held)
 
     def _without(self, loaded: LoadedStep) -> dict[str, Any]:
         """Record the damaged samples that the step lacks on any rank; their ids, for the log."""
@@ -222,9 +235,11 @@ class Run:
         saved = None if self.saved is None else checkpoint_path(self.config.out, self.saved)
         self.bad.bad(self.done, samples, saved)
 
-    def _window(self, loaded: LoadedStep) -> float | None:
-        stream = loaded.state["stream"]
-        return window_level(stream, self.corpus.lengths, self.config.sampler.tokens_per_batch)
+    def _window(self, loaded: LoadedStep) -> float:
+        """Micro-batches in the simulated queue; without one, those that were ready to draw."""
+        stream, slots = loaded.state["stream"], self.config.sampler.batches_per_step
+        level = window_level(stream, self.corpus.lengths, self.config.sampler.tokens_per_batch)
+        return float(loaded.ready * slots) if level is None else level
 
     def _epoch(self) -> float:
         return self.consumed / self.sampler.epoch_tokens

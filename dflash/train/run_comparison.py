@@ -17,7 +17,7 @@ from dflash.train.runs import Run, load_run
 
 _NOT_THE_SAME = ("cache_digest", "seed", "network.", "drafter.")
 """Runs that differ in these measure more than their settings."""
-_NAMES_ONLY = ("cache", "bucket_edges")
+_NAMES_ONLY = ("cache", "bucket_edges", "epoch.tokens", "epoch.passes_by_bucket", "window_bytes")
 _SECONDARY = ("anchors.seed", "sampler.seed")  # follow --seed
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash.errors import CheckpointError, ConfigError
 from dflash.train.batch_streams import BatchStream, BucketedSteps, QueueBatches, QuotaBatches
-from dflash.train.mix import NAMED_MIXES, bucket_weights, parse_shares
+from dflash.train.mix import NAMED_MIXES, bucket_weights, check_epoch_size, epoch_passes, parse_shares
 from dflash.train.packing import Packing
 from dflash.train.permutation import derive_key
 from dflash.train.pools import Arrivals, BucketPool, Draw, IntArray
@@ -118,6 +118,8 @@ class SamplerConfig:
     cost_quadratic: float = 1 / 32768
     """Work of one token for each token of its sample, in the same unit: attention costs as much as all the
     rest at about 12 times the hidden size, which is this for a hidden size of 2,560 to 2,816."""
+    epoch_size: int | None = None
+    """Tokens of an epoch of a mix other than `natural`; None: as many as the buckets hold."""
 
     def __post_init__(self) -> None:
         """Check each setting, and those that depend on each other.
@@ -149,6 +151,7 @@ class SamplerConfig:
     def _check_mix(self) -> None:
         if self.mix not in NAMED_MIXES:
             parse_shares(self.mix)
+        check_epoch_size(self.mix, self.epoch_size)
         if self.mix != "natural" and self.policy != "stratified":
             raise ConfigError(
                 f"--mix {self.mix} needs --sampler stratified: {self.policy} draws whatever arrives"
@@ -203,7 +206,7 @@ class Sampler:
         corpus: The samples.
         config: The settings.
         epochs: Passes after which the stream ends; None for never. With a mix other than `natural` a pass is
-            as many tokens as the buckets that are drawn from hold, since no bucket keeps pace with another.
+            `epoch_size` tokens, or as many as the buckets that are drawn from hold: none keeps pace with another.
         state: What `state()` returned; the stream goes on behind the last step taken from it.
 
     Raises:
@@ -233,9 +236,14 @@ class Sampler:
 
     @property
     def epoch_tokens(self) -> int:
-        """Tokens of one pass: all that is held by the buckets that are drawn from."""
+        """Tokens of one pass: `epoch_size`, or all that is held by the buckets that are drawn from."""
         held = zip(self._weights, self.corpus.tokens_by_bucket, strict=True)
-        return sum(tokens for weight, tokens in held if weight)
+        return self.config.epoch_size or sum(tokens for weight, tokens in held if weight)
+
+    @property
+    def passes(self) -> list[float]:
+        """How often each bucket's samples are drawn in one epoch, `[buckets]`: all 1 in the natural mix."""
+        return epoch_passes(self._weights, self.corpus.tokens_by_bucket, self.config.epoch_size)
 
     @property
     def tokens(self) -> int:

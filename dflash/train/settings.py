@@ -42,6 +42,7 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
             min_ready=f["min_ready"],
             max_ready=f["max_ready"],
             seed=f["seed"],
+            epoch_size=f["epoch_size"],
         ),
         optim=OptimConfig(f["optimizer"], lr=f["lr"], warmup=f["warmup"]),
         holdout=HoldoutConfig(f["holdout"], f["eval_samples"]),
@@ -57,4 +58,5 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
         max_minutes=f["max_minutes"],
         max_bad_steps=f["max_bad_steps"],
         skip_corrupt=f["skip_corrupt"],
+        window_bytes=f["window_bytes"],
     )

@@ -20,7 +20,6 @@ from dflash.dist import process_group
 from dflash.lifeline import Lifeline, lifeline
 from dflash.stopping import StopFlag, stop_signals
 from dflash.train.config import TrainConfig, TrainResult
-from dflash.train.loader import StepLoader
 from dflash.train.run import Run
 from dflash.train.sampler import check_world
 
@@ -48,7 +47,7 @@ def train(config: TrainConfig, world: World) -> TrainResult:
     with ranks(world) as line, stop_signals() as stop:
         run = Run.open(config, world, line)
         with (
-            StepLoader(run.reader, run.sampler, run.blocks, world, run.device) as loader,
+            run.loader() as loader,
             run.progress() as bar,
         ):
             first, stopped = time.perf_counter(), None

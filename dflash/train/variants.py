@@ -13,6 +13,7 @@ _FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "sampler": ("policy", str),
     "compose": ("compose", str),
     "mix": ("mix", str),
+    "epoch-size": ("epoch_size", int),
     "tokens-per-batch": ("tokens_per_batch", int),
     "batches-per-step": ("batches_per_step", int),
     "min-ready": ("min_ready", int),

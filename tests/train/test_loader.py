@@ -15,7 +15,8 @@ from tiny_runs import LENGTHS
 from dflash.cache.reader import CacheReader
 from dflash.errors import CacheCorrupt
 from dflash.train.batches import AnchorConfig, BlockShape, documents, pack
-from dflash.train.loader import STEPS_AHEAD, BlockPlan, StepLoader, on_device
+from dflash.train.loader import TWO_STEPS, BlockPlan, StepLoader, on_device
+from dflash.train.ready import ReadyLimits
 from dflash.train.sampler import Corpus, Sampler, SamplerConfig, batches_for
 from dflash.world import World
 
@@ -118,7 +119,7 @@ def test_leaving_early_ends_the_thread_and_reads_no_further_than_a_few_steps_ahe
     with StepLoader(reader, sampler, PLAN, World(), CPU) as loader:
         next(iter(loader))
     assert "step-loader" not in {thread.name for thread in threading.enumerate()}
-    assert sampler.state()["steps"] <= 1 + STEPS_AHEAD + 2
+    assert sampler.state()["steps"] <= 1 + TWO_STEPS.steps + 1
     assert loader.waited > 0
 
 
@@ -126,7 +127,21 @@ def test_every_step_says_whether_the_trainer_had_to_wait_for_it(reader):
     with StepLoader(reader, make_sampler(reader), PLAN, World(), CPU) as loader:
         steps = list(loader)
     assert sum(step.waited for step in steps) <= loader.waited
-    assert all(0 <= step.ready <= STEPS_AHEAD for step in steps)
+    assert all(0 <= step.ready <= TWO_STEPS.steps for step in steps)
+
+
+@pytest.mark.parametrize(("steps", "room"), [(1, 1000), (3, 1000), (9, 130)])
+def test_the_look_ahead_never_exceeds_its_steps_or_bytes_and_changes_nothing(reader, steps, room):
+    """130 tokens' worth of bytes is less than the window's steps would need."""
+    limit = room * reader.manifest.identity.bytes_per_token
+    limits = ReadyLimits(gate=1, steps=steps, limit_bytes=limit)
+    with StepLoader(reader, make_sampler(reader), PLAN, World(0, 2), CPU, limits) as loader:
+        loaded = list(loader)
+    assert [batch.samples for step in loaded for batch in step.batches] == [
+        batch.samples for step in load(reader, World(0, 2)) for batch in step.batches
+    ]
+    assert loader.window.most_steps <= steps
+    assert 0 < loader.window.most_bytes <= limit
 
 
 def test_a_damaged_sample_fails_in_the_trainers_thread(tmp_path):

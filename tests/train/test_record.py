@@ -12,7 +12,7 @@ from dflash.train.record import METRICS_NAME, RunLog, step_figures
 
 
 def add(log: RunLog, step: int, loss: float = 1.0) -> None:
-    log.add({"step": step, "loss": loss, "anchor_tau": 2.0}, np.array([[3, 1], [0, 4]]), seconds=0.5)
+    log.add({"step": step, "loss": loss, "anchor_tau": 2.0}, np.array([[3, 1], [0, 4]]), 0.5, held=[4, 10])
 
 
 def make_log(run, *, enabled: bool = True) -> RunLog:
@@ -89,5 +89,16 @@ def test_the_mix_of_earlier_starts_is_counted(tmp_path):
 def test_the_progress_line_shows_each_bucket_against_its_quota(tmp_path):
     """Half high is on quota, a full block is twice it or more."""
     log = RunLog(tmp_path, (16, 32, 64, 128), (0.25, 0.25, 0.25, 0.25), enabled=False)
-    log.add({"step": 1, "loss": 1.0, "anchor_tau": None}, np.array([[2, 1, 0, 1]]), seconds=0.5)
+    log.add({"step": 1, "loss": 1.0, "anchor_tau": None}, np.array([[2, 1, 0, 1]]), 0.5, held=[1, 1, 0, 1])
     assert "mix █▄ ▄ 25.0% off" in log.summary(0.0)
+
+
+def test_every_line_says_how_often_each_bucket_has_been_gone_through(tmp_path):
+    """8 tokens a step, 3 and 5 of buckets that hold 4 and 10."""
+    log = make_log(tmp_path)
+    log.start(0)
+    for step in range(1, 5):
+        add(log, step)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["passes_by_bucket"] == [0.75, 0.5]
+    assert lines[3]["passes_by_bucket"] == [3.0, 2.0]
