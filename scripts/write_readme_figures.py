@@ -1,4 +1,5 @@
-"""Put figures into the README: the table that `make demo` left in demo/table.txt, and what `--plan` prints.
+"""Put figures into the README: the table that `make demo` left in demo/table.txt, what `--plan` prints, and the
+picture of length mixes that `dflash sample` draws from the demo's cache.
 
 Run it behind `make demo`, on the machine that ran it.
 """
@@ -17,6 +18,15 @@ PLAN = (
     "extract --target demo/target --data dflash/demo/data/train.jsonl --out demo/other "
     "--max-length 1536 --bucket-edges 128,256,512,1024,1536 --plan"
 )
+QUEUE = "compose=bucketed,tokens-per-batch=2048"
+PICTURE = "docs/demo-mix.png"
+SAMPLE = [
+    "sample demo/cache --producer longest-first --draws 420",
+    f"--plot {PICTURE}",
+    f"--settings sampler=fifo,min-ready=10,max-ready=60,{QUEUE}",
+    f"--settings sampler=shuffle,min-ready=30,max-ready=90,{QUEUE}",
+    "--settings sampler=stratified,compose=mixed,tokens-per-batch=2048",
+]
 
 
 def processor() -> str:
@@ -33,6 +43,15 @@ def plan() -> str:
     return f"$ dflash {PLAN}\n{printed.rstrip()}"
 
 
+def sample() -> str:
+    """Draw the length mixes of the demo's cache; the command line that did it, and the picture."""
+    words = [sys.executable, "-m", "dflash", *" ".join(SAMPLE).split()]
+    subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    command = " \\\n    ".join([f"$ dflash {SAMPLE[0]} {SAMPLE[1]}", *SAMPLE[2:]])
+    what = "The old queue drifts from long to short samples, a deeper one less so; the quota stays level"
+    return f"```\n{command}\n```\n\n![{what}]({PICTURE})"
+
+
 def between(text: str, mark: str, content: str) -> str:
     """The text with `content` between `<!-- mark -->` and `<!-- /mark -->`."""
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
@@ -41,12 +60,13 @@ def between(text: str, mark: str, content: str) -> str:
 
 
 def main() -> None:
-    """Write both blocks."""
+    """Write all blocks."""
     readme = ROOT / "README.md"
     table = (ROOT / "demo" / "table.txt").read_text().rstrip()
     machine = f"({processor()}, {os.cpu_count()} cores, no GPU; `make demo`, one run)"
     text = between(readme.read_text(), "demo-table", f"```\n{table}\n```\n{machine}")
-    readme.write_text(between(text, "plan", f"```\n{plan()}\n```"))
+    text = between(text, "plan", f"```\n{plan()}\n```")
+    readme.write_text(between(text, "sample", sample()))
 
 
 if __name__ == "__main__":

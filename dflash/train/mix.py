@@ -85,7 +85,8 @@ def epoch_passes(weights: Sequence[int], tokens: Sequence[int], size: int | None
     size = size or sum(held for weight, held in zip(weights, tokens, strict=True) if weight)
     total = sum(weights)
     return [
-        size * weight / (total * held) if weight else 0.0 for weight, held in zip(weights, tokens, strict=True)
+        size * weight / (total * held) if weight else 0.0
+        for weight, held in zip(weights, tokens, strict=True)
     ]
 
 

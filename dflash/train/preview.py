@@ -12,6 +12,7 @@ from dflash.cache.manifest import Manifest, load_manifest
 from dflash.cache.speeds import load_speeds
 from dflash.errors import CacheError, ConfigError
 from dflash.train.compare import FloatArray, MixFigures, Spread, Trace, figures, simulate
+from dflash.train.mix import bucket_weights, epoch_passes
 from dflash.train.mixplot import Panel, check_plot, plot_mix
 from dflash.train.producer import arrange, thin
 from dflash.train.runs import bucket_losses
@@ -58,6 +59,8 @@ class Preview:
     edges: tuple[int, ...]
     rows: tuple[tuple[str, MixFigures], ...]
     """Each setting as given, and its figures."""
+    passes: tuple[tuple[float, ...], ...]
+    """How often each bucket's samples are drawn in an epoch of each setting, `[settings][buckets]`."""
 
     def table(self) -> str:
         """For a terminal: a row a setting."""
@@ -75,12 +78,27 @@ class Preview:
             f"{letter}  {label}" for letter, (label, _) in zip(ascii_uppercase, self.rows, strict=False)
         ]
         first = "total variation from the quota, mean/max, over"
-        return "\n".join([self.header, "", *legend, "", f"   {first}", *map(str.rstrip, lines)])
+        table = [self.header, "", *legend, "", f"   {first}", *map(str.rstrip, lines)]
+        return "\n".join([*table, *self._repeats()])
 
     def to_json(self) -> dict[str, Any]:
         """The same as a JSON-ready value."""
-        rows = [{"settings": label, **found.to_json()} for label, found in self.rows]
+        rows = [
+            {"settings": label, **found.to_json(), "passes_by_bucket": list(each)}
+            for (label, found), each in zip(self.rows, self.passes, strict=True)
+        ]
         return {"header": self.header, "bucket_edges": list(self.edges), "rows": rows}
+
+    def _repeats(self) -> list[str]:
+        """How often each bucket is gone through in an epoch, for settings that do not simply take everything."""
+        lines = [
+            f"{letter}  " + "  ".join(f"{edge:,}: {n:.2f}" for edge, n in zip(self.edges, each, strict=True))
+            for letter, each in zip(ascii_uppercase, self.passes, strict=False)
+            if any(n not in (0.0, 1.0) for n in each)
+        ]
+        return (
+            ["", "   an epoch draws each bucket's samples so many times, reshuffled", *lines] if lines else []
+        )
 
     def _cells(self, found: MixFigures) -> tuple[str, ...]:
         spreads = (found.tv30_draws, found.tv90_draws, found.tv30_steps, found.tv1_step)
@@ -110,15 +128,16 @@ def preview(config: PreviewConfig) -> Preview:
     corpus = open_corpus(config.cache, manifest)
     losses = None if config.losses is None else bucket_losses(config.losses, corpus.bucket_edges)
     speeds = load_speeds(config.cache, corpus.bucket_edges)
-    rows, panels = [], []
+    rows, panels, passes = [], [], []
     for variant in variants:
         wanted = thin(corpus, config.draws * variant.config.tokens_per_batch)
         found, quota = _simulate(variant, arrange(wanted, config.producer, speeds), config)
         rows.append((variant.label, figures(found, quota, losses)))
         panels.append(Panel(variant.label, found.draws, quota))
+        passes.append(_passes(variant, corpus))
     if config.plot is not None:
         plot_mix(config.plot, panels, corpus.bucket_edges)
-    return Preview(_header(config, manifest, corpus, speeds), corpus.bucket_edges, tuple(rows))
+    return Preview(_header(config, manifest, corpus, speeds), corpus.bucket_edges, tuple(rows), tuple(passes))
 
 
 def open_corpus(cache: Path, manifest: Manifest) -> Corpus:
@@ -139,6 +158,12 @@ def _simulate(variant: Variant, corpus: Corpus, config: PreviewConfig) -> tuple[
         return simulate(corpus, variant.config, draws=config.draws, ranks=config.ranks)
     except ConfigError as error:
         raise ConfigError(f"--settings {variant.label}: {error}") from error
+
+
+def _passes(variant: Variant, corpus: Corpus) -> tuple[float, ...]:
+    tokens = corpus.tokens_by_bucket
+    weights = bucket_weights(variant.config.mix, corpus.bucket_edges, tokens)
+    return tuple(epoch_passes(weights, tokens, variant.config.epoch_size))
 
 
 def _header(config: PreviewConfig, manifest: Manifest, corpus: Corpus, speeds: list[float] | None) -> str:

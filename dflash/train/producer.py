@@ -34,7 +34,7 @@ def thin(corpus: Corpus, tokens: int) -> Corpus:
     for rows in corpus.rows_by_bucket:
         count = max(round(len(rows) * share), min(1, len(rows)))
         kept.append(rows[np.arange(count, dtype=np.int64) * len(rows) // max(count, 1)])
-    return _rearranged(corpus, np.sort(np.concatenate(kept)), f"{tokens} tokens")
+    return select(corpus, np.sort(np.concatenate(kept)), f"{tokens} tokens")
 
 
 def arrange(corpus: Corpus, producer: str, speeds: Sequence[float] | None = None) -> Corpus:
@@ -48,18 +48,30 @@ def arrange(corpus: Corpus, producer: str, speeds: Sequence[float] | None = None
     Raises:
         ConfigError: an unknown producer.
     """
-    lengths = corpus.lengths.astype(np.int64)
     if producer == "corpus":
         return corpus
+    return select(corpus, arrival_order(corpus, producer, speeds), producer)
+
+
+def arrival_order(
+    corpus: Corpus, producer: str, speeds: Sequence[float] | None = None
+) -> npt.NDArray[np.int64]:
+    """Rows of the corpus in the order in which this producer delivers them, int64 `[N]`; see `arrange`."""
+    lengths = corpus.lengths.astype(np.int64)
+    if producer == "corpus":
+        return np.arange(len(corpus))
     if producer == "longest-first":
-        order = np.argsort(-lengths, kind="stable")
-    elif producer == "shortest-first":
-        order = np.argsort(lengths, kind="stable")
-    elif producer == "mixed":
-        order = np.argsort(_finish_times(corpus, speeds or cost_speeds(corpus)), kind="stable")
-    else:
-        raise ConfigError(f"--producer {producer} is not one of {', '.join(PRODUCERS)}")
-    return _rearranged(corpus, order, producer)
+        return np.argsort(-lengths, kind="stable")
+    if producer == "shortest-first":
+        return np.argsort(lengths, kind="stable")
+    if producer == "mixed":
+        return np.argsort(_finish_times(corpus, speeds or cost_speeds(corpus)), kind="stable")
+    raise ConfigError(f"--producer {producer} is not one of {', '.join(PRODUCERS)}")
+
+
+def select(corpus: Corpus, rows: npt.NDArray[np.int64], what: str) -> Corpus:
+    """A corpus of some rows of another, in this order; `what` tells its digest apart."""
+    return Corpus(corpus.lengths[rows], corpus.buckets[rows], corpus.bucket_edges, f"{corpus.digest}, {what}")
 
 
 def cost_speeds(corpus: Corpus) -> list[float]:
@@ -77,7 +89,3 @@ def _finish_times(corpus: Corpus, speeds: Sequence[float]) -> npt.NDArray[np.flo
     for rows, speed in zip(corpus.rows_by_bucket, speeds, strict=True):
         times[rows] = np.cumsum(corpus.lengths[rows], dtype=np.float64) / speed
     return times
-
-
-def _rearranged(corpus: Corpus, rows: npt.NDArray[np.int64], what: str) -> Corpus:
-    return Corpus(corpus.lengths[rows], corpus.buckets[rows], corpus.bucket_edges, f"{corpus.digest}, {what}")

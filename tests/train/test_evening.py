@@ -95,6 +95,7 @@ def test_caps_even_out_what_long_and_short_micro_batches_cost():
         BucketPool(np.arange(first, first + 600), lengths, ("d", 0, number))
         for number, first in enumerate((0, 600, 1200))
     ]
+
     def means(caps: list[int]) -> np.ndarray:
         found = []
         for bucket, cap in zip(pools, caps, strict=True):

@@ -56,6 +56,20 @@ def test_without_settings_the_usual_ones_are_compared(cache) -> None:
     assert len(rows) == 4
 
 
+def test_how_often_an_epoch_repeats_each_bucket_is_counted(cache) -> None:
+    """All once in the natural mix; with equal shares the same tokens are divided otherwise, as the epoch's size says."""
+    settings = [f"{SMALL},mix=uniform", f"{SMALL},mix=uniform,epoch-size=6000", SMALL]
+    flags = [word for text in settings for word in ("--settings", text)]
+    output = sample(cache, *flags, "--ranks", 2, "--draws", 60).output
+    rows = json.loads(sample(cache, *flags, "--ranks", 2, "--draws", 60, "--json").output)["rows"]
+    tokens = [sum(n for n in LENGTHS if low < n <= edge) for low, edge in ((0, 16), (16, 32), (32, 64))]
+    assert rows[0]["passes_by_bucket"] == pytest.approx([sum(tokens) / 3 / held for held in tokens])
+    assert rows[1]["passes_by_bucket"] == pytest.approx([2000 / held for held in tokens])
+    assert rows[2]["passes_by_bucket"] == [1.0, 1.0, 1.0]
+    assert f"B  16: {2000 / tokens[0]:.2f}  32: {2000 / tokens[1]:.2f}  64: {2000 / tokens[2]:.2f}" in output
+    assert "C  16: " not in output
+
+
 def test_losses_by_bucket_predict_a_roughness(cache, tmp_path) -> None:
     write_run(tmp_path / "run", [1.0, None, 3.0], [16, 32, 64])
     mixed, queue = json.loads(small(cache, "--losses", tmp_path / "run", "--json").output)["rows"]

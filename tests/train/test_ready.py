@@ -36,9 +36,7 @@ def until(condition) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.integers(1, 10), max_size=30), st.integers(1, 5), st.integers(0, 4), st.integers(10, 40)
-)
+@given(st.lists(st.integers(1, 10), max_size=30), st.integers(1, 5), st.integers(0, 4), st.integers(10, 40))
 def test_everything_comes_out_in_order_and_no_bound_is_ever_exceeded(sizes, steps, gate, limit):
     window = ReadyWindow(ReadyLimits(min(gate, steps), steps, limit))
     thread = fill(window, sizes)

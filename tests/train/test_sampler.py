@@ -15,6 +15,7 @@ from corpora import (
     corpora,
     for_all,
     log_normal,
+    make_corpus,
     quick_and_long,
     stream_digest,
 )
@@ -253,6 +254,23 @@ def test_other_mixes_reach_their_shares_by_reshuffling_the_small_buckets(
     assert 2 * sampler.epoch_tokens <= tokens.sum() < 2.02 * sampler.epoch_tokens
     drawn = [draw for step in steps for draw in draws_of(step)]
     assert len(set(drawn)) == len(drawn), "a row came twice in the same pass"
+
+
+@pytest.mark.parametrize("compose", ["mixed", "bucketed"])
+def test_an_epoch_of_a_given_size_ends_there_and_its_repeats_are_as_announced(compose: str) -> None:
+    """A small bucket is gone through three times, each in another order, before a large one is half done."""
+    corpus = make_corpus([200, 20], 60, 0)
+    config = SamplerConfig(compose=compose, mix="uniform", tokens_per_batch=240, batches_per_step=2)
+    size = 6 * corpus.tokens_by_bucket[1]
+    sampler = Sampler(corpus, replace(config, epoch_size=size), epochs=1)
+    assert sampler.passes == pytest.approx([3 * corpus.tokens_by_bucket[1] / corpus.tokens_by_bucket[0], 3])
+    drawn = [draw for step in sampler for draw in draws_of(step)]
+    tokens = tokens_of(corpus, [Step(0, (tuple(drawn),), 0)])[0]
+    assert size <= tokens.sum() < size + 2 * 240
+    assert tokens / corpus.tokens_by_bucket == pytest.approx(sampler.passes, abs=0.5)
+    small = [[d.row for d in drawn if corpus.buckets[d.row] == 1 and d.epoch == n] for n in range(3)]
+    assert sorted(small[0]) == sorted(small[1]) == sorted(np.flatnonzero(corpus.buckets == 1).tolist())
+    assert small[0] != small[1]
 
 
 def test_the_order_depends_on_seed_and_digest_but_never_on_the_platform() -> None:

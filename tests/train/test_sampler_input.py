@@ -27,6 +27,8 @@ from dflash.world import World
         ({"mix": "256:0.7"}, ["--mix 256:0.7", "0.7"]),
         ({"mix": "sqrt", "policy": "fifo"}, ["--mix sqrt", "--sampler stratified", "fifo"]),
         ({"supply": 0.0}, ["supply", "at least 0.001"]),
+        ({"epoch_size": 0, "mix": "sqrt"}, ["--epoch-size is 0", "at least 1"]),
+        ({"epoch_size": 5000}, ["--epoch-size 5000", "--mix natural", "--max-steps"]),
         ({"cost_linear": 0.0}, ["cost", "above 0"]),
         ({"cost_quadratic": -1.0}, ["cost", "at least 0"]),
     ],
