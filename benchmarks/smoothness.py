@@ -2,18 +2,20 @@
 
     .venv/bin/python benchmarks/smoothness.py demo/cache [--steps N] [--seeds N] [--only NAME ...]
 
-The cache is the demo's (`make demo`): hidden states of a real 135 M target. Each setting trains a small drafter
-from the same weights on the same number of tokens, once for each seed; one sample in 40 is held out. Printed are
-means over the seeds, and their standard deviation:
+The cache is the demo's (`make demo`): hidden states of a real 135 M target. Each setting trains a small
+drafter from the same weights on the same number of tokens, once for each seed; one sample in 40 is held out.
+Printed are means over the seeds, and their standard deviation:
 
 - roughness: standard deviation of the step-to-step change of the loss behind the first quarter of the steps;
 - grad norm: standard deviation of the gradient norm there, over its mean;
-- walk: tokens a cycle of the serving walk adds on the held-out samples;
-- mix: how far the tokens of a step are from the corpus's mix (total variation), mean over steps.
+- walk: tokens a cycle of the serving walk adds on the held-out samples at the end;
+- loss: mean over the last fifth of these steps;
+- mix: how far the tokens of a step are from the corpus's mix (total variation), mean over steps;
+- samples: of a step, mean.
 
-`fifo_10_60` is the live queue of earlier pipelines with a producer that delivers the longest samples first; what
-arrives at the other queues is in random order, as rows of a cache are. `uniform` shuffles the whole corpus. The
-last line is JSON. On two quiet cores it takes about a quarter of an hour.
+`fifo_10_60` is the live queue of earlier pipelines with a producer that delivers the longest samples first;
+what arrives at the other queues is in random order, as rows of a cache are. `uniform` shuffles the whole
+corpus. The last line is JSON. On two quiet cores it takes about a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -28,13 +30,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from dflash.cache.reader import CacheReader
-from dflash.head import HEAD_NAME, TargetHead
 from dflash.train.batches import AnchorConfig
 from dflash.train.compare import roughness
 from dflash.train.config import TrainConfig
+from dflash.train.holdout import HoldoutConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
 from dflash.train.optim import OptimConfig
@@ -43,13 +43,8 @@ from dflash.train.producer import arrival_order, select
 from dflash.train.run import Run
 from dflash.train.runs import METRICS_NAME
 from dflash.train.sampler import Corpus, Sampler, SamplerConfig, Step
-from dflash.train.walk import pooled, walk_samples
 from dflash.world import World
 
-HELD_OUT = 40
-"""One row in so many is held out."""
-WALKED = 24
-"""Held-out samples on which the walk is taken."""
 QUEUE = {"compose": "bucketed", "min_ready": 30, "max_ready": 90}
 SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
     "fifo_10_60": ("longest-first", {**QUEUE, "policy": "fifo", "min_ready": 10, "max_ready": 60}),
@@ -70,6 +65,7 @@ class Figures(NamedTuple):
     walk: float
     loss: float
     mix: float
+    samples: float
 
 
 class MappedSampler(Sampler):
@@ -111,6 +107,7 @@ def config_for(cache: Path, out: Path, name: str, seed: int, steps: int) -> Trai
         objective=ObjectiveConfig(4, gamma=1.5, sampled_softmax=4096),
         sampler=replace(sampler, **SETTINGS[name][1]),  # type: ignore[arg-type]
         optim=OptimConfig("muon", lr=2e-3),
+        holdout=HoldoutConfig(0.025),
         epochs=None,
         max_steps=steps,
         seed=seed,
@@ -120,53 +117,41 @@ def config_for(cache: Path, out: Path, name: str, seed: int, steps: int) -> Trai
 
 def train_one(config: TrainConfig, name: str, tokens: int) -> Figures:
     """Train until so many tokens are consumed, and measure."""
-    world = World()
-    run = BenchmarkRun.open(config, world)
+    run = BenchmarkRun.open(config, World())
     run.budget = tokens
-    corpus = run.corpus
-    kept = np.array([row for row in range(len(corpus)) if row % HELD_OUT])
-    arriving = kept[arrival_order(select(corpus, kept, "kept"), SETTINGS[name][0])]
-    run.sampler = MappedSampler(corpus, arriving, config.sampler)
+    run.sampler = MappedSampler(run.corpus, arrival_order(run.corpus, SETTINGS[name][0]), config.sampler)
+    samples = []
     with run.loader() as loader:
         for loaded in run.remaining(loader):
             run.step(loaded)
+            samples.append(sum(len(batch.samples) for batch in loaded.batches))
             if run.consumed >= tokens:
                 break
     lines = [json.loads(line) for line in (config.out / METRICS_NAME).read_text().splitlines()]
     calm = lines[len(lines) // 4 :]
     norms = np.array([line["grad_norm"] for line in calm])
-    quota = np.array(run.sampler.quota)
     shares = np.array([line["tokens_by_bucket"] for line in calm]) / [[line["tokens"]] for line in calm]
     return Figures(
         roughness=roughness([line["loss"] for line in calm]) or 0.0,
         grad_norm=float(norms.std() / norms.mean()),
-        walk=walk_tau(run),
+        walk=run.evaluator.walk(run.drafter)["walk_tau"],
         loss=float(np.mean([line["loss"] for line in calm[-len(calm) // 5 :]])),
-        mix=float(np.abs(shares - quota).sum(axis=1).mean() / 2),
+        mix=float(np.abs(shares - run.sampler.quota).sum(axis=1).mean() / 2),
+        samples=float(np.mean(samples)),
     )
-
-
-def walk_tau(run: Run) -> float:
-    """Tokens a cycle of the serving walk adds on the held-out samples."""
-    rows = list(range(0, len(run.corpus), HELD_OUT))[:WALKED]
-    run.drafter.eval()
-    with CacheReader(run.config.cache) as reader:
-        head = TargetHead.load(run.config.cache / HEAD_NAME).to(run.device, torch.float32)
-        walks = walk_samples(run.drafter, head, reader, rows, run.device)
-        return pooled(walked[1] for walked in walks).walk_tau
 
 
 def main() -> None:
     """Train everything, print the table and the JSON line."""
     parser = argparse.ArgumentParser(description="How rough the loss is under different samplers.")
     parser.add_argument("cache", type=Path)
-    parser.add_argument(
-        "--steps", type=int, default=150, help="full steps' worth of tokens for each training"
-    )
+    parser.add_argument("--steps", type=int, default=150, help="tokens of each training, in full steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     arguments = parser.parse_args()
-    print(f"{'':<20} {'roughness':>15} {'grad norm':>15} {'walk tau':>15} {'loss':>15} {'mix off':>15}")
+    print(
+        f"{'':<20} {'roughness':>15} {'grad norm':>15} {'walk tau':>15} {'loss':>15} {'mix':>15} {'samples':>15}"
+    )
     result: dict[str, float] = {}
     for name in arguments.only:
         found = []

@@ -1,5 +1,6 @@
-"""Put figures into the README: the table that `make demo` left in demo/table.txt, what `--plan` prints, and the
-picture of length mixes that `dflash sample` draws from the demo's cache.
+"""Put figures into the README, from what `make demo` left in demo.
+
+They are its table, what `--plan` prints, and the length mixes that `dflash sample` draws from its cache.
 
 Run it behind `make demo`, on the machine that ran it.
 """

@@ -73,7 +73,7 @@ class QuotaBatches:
         return self._buckets[self._chairman.pick()].take()
 
     def state(self) -> StreamState:
-        """Per bucket: samples taken, draws made and due in the epoch (or first pass), cap, place in its pass."""
+        """Per bucket: samples taken, draws made, draws due in the epoch or first pass, cap, place."""
         passes = [bucket.state() for bucket in self._buckets]
         return {
             "positions": [begin for begin, *_ in passes],

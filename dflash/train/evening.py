@@ -1,15 +1,16 @@
 """Micro-batches of one bucket with equal work, so that no rank of a step waits for another.
 
-A pass over a bucket is first cut in order: each micro-batch takes the next samples while they fit into a limit.
-That fixes how many there are, whatever happens next. Runs of `BLOCK` of them, a block, are then dealt anew:
-dealt by cost, or the longest ones in smaller numbers beside the shortest in larger, whichever is more even, and
-what remains uneven is levelled by exchanging samples. Where no dealing fits the budget, the cut stands.
+A pass over a bucket is first cut in order: each micro-batch takes the next samples while they fit a limit.
+That fixes how many there are, whatever happens next. Runs of `BLOCK` of them, a block, are then divided anew:
+dealt by cost, or the longest in groups of few beside the shortest in groups of more, whichever is more even;
+what remains uneven is levelled by exchanging samples. Where nothing else fits the budget, the cut stands.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 
 from dflash.train.packing import Packing, deal
 from dflash.train.permutation import Permutation, derive_key
@@ -104,7 +105,7 @@ def even_groups(lengths: Sequence[int], cut: Sequence[int], packing: Packing) ->
     ends = [0]
     for size in cut:
         ends.append(ends[-1] + size)
-    options = [[list(range(begin, end)) for begin, end in zip(ends, ends[1:], strict=False)]]
+    options: list[Groups | None] = [[list(range(begin, end)) for begin, end in pairwise(ends)]]
     if len(cut) > 1:
         options += [_split(lengths, len(cut), packing.budget), deal(lengths, packing.with_slots(len(cut)))]
     found = [groups for groups in options if groups]
@@ -113,7 +114,7 @@ def even_groups(lengths: Sequence[int], cut: Sequence[int], packing: Packing) ->
 
 
 def _split(lengths: Sequence[int], count: int, budget: int) -> Groups | None:
-    """The longest in groups of k, the shortest in groups of k + 1, dealt to and fro; None if one is too full."""
+    """The longest in groups of k, the shortest in groups of k + 1, to and fro; None if one is too full."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     smaller, more = divmod(len(lengths), count)
     few = count - more

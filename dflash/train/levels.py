@@ -1,9 +1,9 @@
 """How full the micro-batches of each bucket should be, so that all of them cost about the same.
 
 At equal tokens a micro-batch of long samples costs more than one of short samples, and one that holds four
-samples cannot be filled as exactly as one that holds fifty. So each bucket gets a cap of its own: some caps are
-tried on the first samples of its first pass, and those are taken which keep the busiest micro-batch of a step
-close to the mean without wasting room.
+samples cannot be filled as exactly as one that holds fifty. So each bucket gets a cap of its own: some are
+tried on the first samples of its first pass, and those are taken which keep the busiest micro-batch of a
+step close to the mean without wasting room.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class StepLoader:
         limits: How far ahead is loaded.
     """
 
-    def __init__(  # noqa: PLR0913 - what is read, how, by whom, and how far ahead
+    def __init__(
         self,
         reader: CacheReader,
         sampler: Sampler,

@@ -109,7 +109,8 @@ class MixMeter:
 
     def tokens_by_bucket(self) -> npt.NDArray[np.int64]:
         """Tokens consumed of each bucket, int64 `[buckets]`."""
-        return self._ring[self._draws % len(self._ring)].copy()
+        totals: npt.NDArray[np.int64] = self._ring[self._draws % len(self._ring)].copy()
+        return totals
 
     def recent_shares(self) -> list[float]:
         """Each bucket's share of the tokens of the last draws, up to the shortest window; 0 before any."""

@@ -29,7 +29,7 @@ class Packing:
         return self.slots * self.budget
 
     def work(self, length: int) -> int:
-        """Cost of a sample as an integer: such costs add up to the same sums in any order, on any platform."""
+        """Cost of a sample as an integer: sums are the same in any order and on any platform."""
         return (round(self.linear * _SCALE) + round(self.quadratic * _SCALE) * length) * length
 
     def with_slots(self, slots: int) -> Packing:

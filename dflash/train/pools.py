@@ -117,7 +117,7 @@ class BucketPool:
 
 
 def even_limit(lengths: npt.NDArray[np.int64], budget: int) -> tuple[int, int]:
-    """How many micro-batches of at most `budget` tokens these samples fill in turn, and the least such limit."""
+    """How many micro-batches of `budget` tokens these samples fill in turn, and the least such budget."""
     ends = np.cumsum(lengths)
     count = _count_batches(ends, budget)
     if count > _EVEN_AT_MOST:

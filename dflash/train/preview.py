@@ -78,8 +78,8 @@ class Preview:
             f"{letter}  {label}" for letter, (label, _) in zip(ascii_uppercase, self.rows, strict=False)
         ]
         first = "total variation from the quota, mean/max, over"
-        table = [self.header, "", *legend, "", f"   {first}", *map(str.rstrip, lines)]
-        return "\n".join([*table, *self._repeats()])
+        parts = [self.header, "", *legend, "", f"   {first}", *map(str.rstrip, lines)]
+        return "\n".join([*parts, *self._repeats()])
 
     def to_json(self) -> dict[str, Any]:
         """The same as a JSON-ready value."""
@@ -90,7 +90,7 @@ class Preview:
         return {"header": self.header, "bucket_edges": list(self.edges), "rows": rows}
 
     def _repeats(self) -> list[str]:
-        """How often each bucket is gone through in an epoch, for settings that do not simply take everything."""
+        """How often each bucket is gone through in an epoch, for settings where that is not once."""
         lines = [
             f"{letter}  " + "  ".join(f"{edge:,}: {n:.2f}" for edge, n in zip(self.edges, each, strict=True))
             for letter, each in zip(ascii_uppercase, self.passes, strict=False)

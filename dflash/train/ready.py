@@ -1,7 +1,7 @@
 """The look-ahead that is made ready: steps that are read, verified, packed and, for CUDA, in pinned memory.
 
-It is bounded in steps and in bytes, never exceeds either, and is drawn from in order. The first draw waits until
-the gate is open; every draw waits for its step. What a thread is loading at the moment counts as held.
+It is bounded in steps and in bytes, never exceeds either, and is drawn from in order. The first draw waits
+until the gate is open; every draw waits for its step. What is being loaded at the moment counts as held.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def ready_limits(
     part = slots // world.size * batch
     if window_bytes is not None and window_bytes < part:
         raise ConfigError(
-            f"--window-bytes {window_bytes:,} cannot hold one micro-batch of {config.tokens_per_batch:,} tokens at "
-            f"{bytes_per_token:,} bytes ({batch:,} bytes) for each of the {slots // world.size} that a rank runs "
-            f"in a step; use {part:,} or more, fewer --batches-per-step or --tokens-per-batch, or more ranks"
+            f"--window-bytes {window_bytes:,} cannot hold one micro-batch of {config.tokens_per_batch:,} "
+            f"tokens at {bytes_per_token:,} bytes ({batch:,} bytes) for each of the {slots // world.size} that "
+            f"a rank runs in a step; use {part:,} or more, or lower --batches-per-step or --tokens-per-batch"
         )
     steps = max(config.max_ready // slots, 1)
     held = max(DEFAULT_BYTES, 2 * part) if window_bytes is None else window_bytes

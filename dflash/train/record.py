@@ -155,7 +155,7 @@ class RunLog:
         return self._meter.state()
 
     def _passes(self, held: Sequence[int]) -> list[float | None]:
-        """How often the samples of each bucket have been drawn so far, on average; None for an empty bucket."""
+        """How often each bucket's samples have been drawn so far, on average; None for an empty one."""
         consumed = self._meter.tokens_by_bucket().tolist()
         return [_ratio(taken, whole) for taken, whole in zip(consumed, held, strict=True)]
 

@@ -206,7 +206,7 @@ class Sampler:
         corpus: The samples.
         config: The settings.
         epochs: Passes after which the stream ends; None for never. With a mix other than `natural` a pass is
-            `epoch_size` tokens, or as many as the buckets that are drawn from hold: none keeps pace with another.
+            `epoch_size` tokens, or as many as the buckets that are drawn from hold.
         state: What `state()` returned; the stream goes on behind the last step taken from it.
 
     Raises:

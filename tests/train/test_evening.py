@@ -1,6 +1,8 @@
-"""One-bucket micro-batches cost about the same, and evening them out changes neither their number nor the pass."""
+"""One-bucket micro-batches cost about the same; evening them changes neither their number nor the pass."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -48,7 +50,7 @@ def test_a_block_is_divided_within_the_budget_and_never_less_evenly_than_in_orde
     assert all(group for group in groups)
     assert max(sum(lengths[index] for index in group) for group in groups) <= budget
     ends = np.cumsum([0, *sizes])
-    in_order = [list(range(begin, end)) for begin, end in zip(ends, ends[1:], strict=False)]
+    in_order = [list(range(begin, end)) for begin, end in pairwise(ends)]
     assert spread(lengths, groups) <= spread(lengths, in_order) + 1e-9
 
 

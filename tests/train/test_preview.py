@@ -57,7 +57,7 @@ def test_without_settings_the_usual_ones_are_compared(cache) -> None:
 
 
 def test_how_often_an_epoch_repeats_each_bucket_is_counted(cache) -> None:
-    """All once in the natural mix; with equal shares the same tokens are divided otherwise, as the epoch's size says."""
+    """Once in the natural mix; with equal shares, as the epoch's tokens divide."""
     settings = [f"{SMALL},mix=uniform", f"{SMALL},mix=uniform,epoch-size=6000", SMALL]
     flags = [word for text in settings for word in ("--settings", text)]
     output = sample(cache, *flags, "--ranks", 2, "--draws", 60).output

@@ -190,7 +190,7 @@ def cost(corpus: Corpus, slots: list) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_on_log_normal_lengths_bucketed_ranks_work_equally_hard_and_alike_over_an_epoch(seed: int) -> None:
-    """Rank cost max/mean <= 1.05 over 8 ranks, though long micro-batches hold four samples; no rank stands out."""
+    """Rank cost max/mean <= 1.05 over 8 ranks, though long micro-batches hold four samples."""
     corpus = log_normal(8000, seed)
     steps = list(Sampler(corpus, SamplerConfig(compose="bucketed"), epochs=2))[:-1]
     parts = [[batches_for(step, World(rank, 8)) for rank in range(8)] for step in steps]
