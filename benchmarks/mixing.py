@@ -8,8 +8,8 @@ mix is weighted by tokens and shown as mean/max: over 30 steps, within one (`tv1
 line), over 30 draws. A draw is one micro-batch, a step eight. `tv30` is over 30 steps for mixed composition
 and for the peers; `tv30_bucketed` is over 30 draws, the stricter of the two, which `tv30_draws_<name>` gives
 for everyone. (30 mixed draws hold about 490,000 tokens. Four of the longest samples are 3 % of that, and
-since samples are whole, no order of them can come near .002 there.) `cost` is the busiest rank's work over the
-mean, `pad` what padding would add, `most` the largest micro-batch over the budget, which peers that count
+since samples are whole, no order of them can come near .002 there.) `cost` is the busiest rank's work over
+the mean, `pad` what padding would add, `most` the largest micro-batch over the budget, which peers that count
 samples exceed.
 
 The peers live in `.venv-bench` (see `peers_env.py`), which is made on the first run. A peer that cannot be

@@ -149,9 +149,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     arguments = parser.parse_args()
-    print(
-        f"{'':<20} {'roughness':>15} {'grad norm':>15} {'walk tau':>15} {'loss':>15} {'mix':>15} {'samples':>15}"
-    )
+    titles = ("roughness", "grad norm", "walk tau", "loss", "mix", "samples")
+    print(" " * 21 + " ".join(f"{title:>15}" for title in titles))
     result: dict[str, float] = {}
     for name in arguments.only:
         found = []
@@ -163,7 +162,7 @@ def main() -> None:
                 tokens = arguments.steps * config.sampler.packing.capacity * 9 // 10
                 found.append(train_one(config, name, tokens))
             took = time.perf_counter() - started
-            print(f"{name}, seed {seed}: {found[-1]} in {took:.0f} s", file=sys.stderr, flush=True)
+            print(f"{name}, seed {seed}, {took:.0f} s: {found[-1]}", file=sys.stderr, flush=True)
         means, spreads = np.mean(found, axis=0), np.std(found, axis=0)
         cells = " ".join(f"{mean:>7.4f} ±{spread:.4f}" for mean, spread in zip(means, spreads, strict=True))
         print(f"{name:<20} {cells}", flush=True)

@@ -52,8 +52,8 @@ def ready_limits(
     if window_bytes is not None and window_bytes < part:
         raise ConfigError(
             f"--window-bytes {window_bytes:,} cannot hold one micro-batch of {config.tokens_per_batch:,} "
-            f"tokens at {bytes_per_token:,} bytes ({batch:,} bytes) for each of the {slots // world.size} that "
-            f"a rank runs in a step; use {part:,} or more, or lower --batches-per-step or --tokens-per-batch"
+            f"tokens at {bytes_per_token:,} bytes ({batch:,} bytes) for each of the {slots // world.size} "
+            f"that a rank runs in a step; use {part:,}, or lower --batches-per-step or --tokens-per-batch"
         )
     steps = max(config.max_ready // slots, 1)
     held = max(DEFAULT_BYTES, 2 * part) if window_bytes is None else window_bytes

@@ -42,9 +42,10 @@ class RunComparison:
     runs: tuple[str, ...]
     differences: tuple[Difference, ...]
     figures: dict[str, list[float | None]]
-    """By name; losses, acceptance and accuracy are means over the last tenth of the steps."""
+    """By name; losses, acceptance and accuracy are means over the last tenth of the steps, the walk over
+    held-out samples is the last one."""
     by_bucket: dict[str, dict[int, list[float | None]]]
-    """`loss` and `anchor_tau` by bucket edge."""
+    """`loss`, `anchor tau` and `walk tau` by bucket edge."""
     by_position: dict[int, list[float | None]]
     """Share of right tokens by place in the block, from 1."""
 
@@ -112,7 +113,7 @@ def compare_runs(paths: Sequence[Path], plot: Path | None = None) -> RunComparis
         runs=tuple(map(str, paths)),
         differences=tuple(_differences(runs)),
         figures={name: [found[name] for found in each] for name in each[0]},
-        by_bucket={name: _align([found[name] for found in buckets]) for name in buckets[0]},
+        by_bucket={name: _align([found.get(name, {}) for found in buckets]) for name in _names(buckets)},
         by_position=_align([dict(enumerate(run.mean_by("accuracy"), start=1)) for run in runs]),
     )
 
@@ -130,6 +131,7 @@ def _figures(run: Run) -> dict[str, float | None]:
         "roughness": roughness([step["loss"] for step in calm]),
         "gradient norm change": roughness([step["grad_norm"] for step in calm]),
         "anchor tau": run.mean("anchor_tau"),
+        "walk tau": run.walk.get("walk_tau"),
         "mix off over 30 draws": run.steps[-1]["mix"]["variation"][0]["mean"],
     }
 
@@ -143,15 +145,24 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "roughness": "{:.4f}".format,
     "gradient norm change": "{:.4f}".format,
     "anchor tau": "{:.3f}".format,
+    "walk tau": "{:.3f}".format,
     "mix off over 30 draws": "{:.4f}".format,
 }
 
 
 def _by_bucket(run: Run) -> dict[str, dict[int, float | None]]:
+    found = {name: run.mean_by(f"{name}_by_bucket") for name in ("loss", "anchor_tau")}
+    found["walk_tau"] = run.walk.get("walk_tau_by_bucket", [None] * len(run.bucket_edges))
     return {
-        name.replace("_", " "): dict(zip(run.bucket_edges, run.mean_by(f"{name}_by_bucket"), strict=True))
-        for name in ("loss", "anchor_tau")
+        name.replace("_", " "): dict(zip(run.bucket_edges, values, strict=True))
+        for name, values in found.items()
+        if name != "walk_tau" or run.walk
     }
+
+
+def _names(tables: Sequence[dict[str, Any]]) -> list[str]:
+    """Keys of any of the tables, in order of their appearance."""
+    return list(dict.fromkeys(name for table in tables for name in table))
 
 
 def _differences(runs: Sequence[Run]) -> list[Difference]:

@@ -40,6 +40,11 @@ class Run:
         return self.steps[int(len(self.steps) * max(warmup, 0.1)) :]
 
     @property
+    def walk(self) -> dict[str, Any]:
+        """The last walk over held-out samples; empty for a run without one."""
+        return self.evaluations[-1] if self.evaluations else {}
+
+    @property
     def bucket_edges(self) -> list[int]:
         """Upper edges of the cache's buckets."""
         return list(self.config["bucket_edges"])

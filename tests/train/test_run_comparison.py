@@ -64,6 +64,25 @@ def test_the_text_shows_settings_and_figures(runs) -> None:
     assert "right at place 3" in output
 
 
+def test_the_last_walk_over_held_out_samples_is_shown_where_there_is_one(runs, tmp_path) -> None:
+    """For a run without one there is a dash; the picture takes both."""
+    walked = changed(runs / "a", tmp_path / "walked")
+    lines = [json.loads(line) for line in (walked / METRICS_NAME).read_text().splitlines()]
+    lines = [line for line in lines if "kind" not in line]
+    for step, tau in ((3, 1.25), (6, 1.5)):
+        walk = {"kind": "evaluation", "step": step, "walk_tau": tau, "walk_tau_by_bucket": [None, 1.75, tau]}
+        lines.insert(step + (step == 6), walk)
+    (walked / METRICS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bare = changed(runs / "b", tmp_path / "bare")
+    steps = [line for line in (bare / METRICS_NAME).read_text().splitlines() if '"kind"' not in line]
+    (bare / METRICS_NAME).write_text("\n".join(steps) + "\n")
+    report = json.loads(compare(walked, bare, "--json", "--plot", tmp_path / "curves.svg").output)
+    assert report["figures"]["walk tau"] == [1.5, None]
+    assert report["by_bucket"]["walk tau"] == {"16": [None, None], "32": [1.75, None], "64": [1.5, None]}
+    assert "walk tau, to 32 tokens" in compare(walked, bare).output
+    assert (tmp_path / "curves.svg").read_bytes().startswith(b"<?xml")
+
+
 def test_another_cache_seed_or_drafter_comes_first(runs, tmp_path) -> None:
     other = changed(runs / "a", tmp_path / "c", seed=7, cache_digest="0" * 64, epochs=3)
     output = compare(runs / "a", other).output
