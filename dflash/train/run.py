@@ -65,6 +65,7 @@ class Run:
         self.reader = reader if config.holdout.share == 0 else subset(reader, rows)
         reader, held_out_reader = self.reader, subset(reader, held_out)
         identity = reader.manifest.identity
+        self.limits = ready_limits(config.sampler, world, identity.bytes_per_token, config.window_bytes)
         network = drafter_config(config.network, reader.cache, reader.manifest)
         shape = BlockShape(network.block_size, network.mask_token_id)
         self.blocks = BlockPlan(config.anchors, shape, config.objective.sampled_softmax, config.skip_corrupt)
@@ -151,14 +152,8 @@ class Run:
         return self.config.max_steps is not None and self.done >= self.config.max_steps
 
     def loader(self) -> StepLoader:
-        """Makes the steps ready ahead of their use.
-
-        Raises:
-            ConfigError: the window cannot hold a rank's part of a step.
-        """
-        per_token = self.reader.manifest.identity.bytes_per_token
-        limits = ready_limits(self.config.sampler, self.world, per_token, self.config.window_bytes)
-        return StepLoader(self.reader, self.sampler, self.blocks, self.world, self.device, limits)
+        """Makes the steps ready ahead of their use."""
+        return StepLoader(self.reader, self.sampler, self.blocks, self.world, self.device, self.limits)
 
     def remaining(self, loader: StepLoader) -> Iterator[LoadedStep]:
         """The steps that are left, none for a run that was over before it was resumed."""

@@ -103,6 +103,27 @@ def test_the_same_seed_twice_gives_the_same_weights_bit_for_bit(cache, finished,
     assert figures[0] == figures[1]
 
 
+def test_a_window_too_small_for_a_step_is_refused_before_anything_is_written(cache, tmp_path):
+    with pytest.raises(ConfigError, match="--window-bytes 100 cannot hold one micro-batch of 64 tokens"):
+        train(tiny_config(cache, tmp_path / "run", window_bytes=100), ALONE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_record_says_how_often_an_epoch_repeats_each_bucket(cache, tmp_path):
+    """And each line how often they have been gone through so far; the window never changes the weights."""
+    natural = train(tiny_config(cache, tmp_path / "natural", window_bytes=1 << 20), ALONE)
+    again = train(tiny_config(cache, tmp_path / "again"), ALONE)
+    assert same(trained(natural.checkpoint), trained(again.checkpoint))
+    config = tiny_config(cache, tmp_path / "even")
+    train(replace(config, sampler=replace(config.sampler, mix="uniform", epoch_size=600)), ALONE)
+    for name in ("natural", "even"):
+        record = json.loads((tmp_path / name / "run.json").read_text())["config"]["epoch"]
+        passes = metrics(tmp_path / name)[-1]["passes_by_bucket"]
+        share = sum(line["tokens"] for line in metrics(tmp_path / name)) / record["tokens"]
+        assert passes == pytest.approx([share * each for each in record["passes_by_bucket"]], rel=0.3)
+    assert record["tokens"] == 600
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_a_whole_checkpoint_from_which_the_run_goes_on_bit_for_bit(
     cache, finished, tmp_path, monkeypatch, number
