@@ -43,6 +43,7 @@ from dflash.train.producer import arrival_order, select
 from dflash.train.run import Run
 from dflash.train.runs import METRICS_NAME
 from dflash.train.sampler import Corpus, Sampler, SamplerConfig, Step
+from dflash.train.trainer import ranks
 from dflash.world import World
 
 QUEUE = {"compose": "bucketed", "min_ready": 30, "max_ready": 90}
@@ -117,16 +118,18 @@ def config_for(cache: Path, out: Path, name: str, seed: int, steps: int) -> Trai
 
 def train_one(config: TrainConfig, name: str, tokens: int) -> Figures:
     """Train until so many tokens are consumed, and measure."""
-    run = BenchmarkRun.open(config, World())
-    run.budget = tokens
-    run.sampler = MappedSampler(run.corpus, arrival_order(run.corpus, SETTINGS[name][0]), config.sampler)
+    world = World()
     samples = []
-    with run.loader() as loader:
-        for loaded in run.remaining(loader):
-            run.step(loaded)
-            samples.append(sum(len(batch.samples) for batch in loaded.batches))
-            if run.consumed >= tokens:
-                break
+    with ranks(world) as line:
+        run = BenchmarkRun.open(config, world, line)
+        run.budget = tokens
+        run.sampler = MappedSampler(run.corpus, arrival_order(run.corpus, SETTINGS[name][0]), config.sampler)
+        with run.loader() as loader:
+            for loaded in run.remaining(loader):
+                run.step(loaded)
+                samples.append(sum(len(batch.samples) for batch in loaded.batches))
+                if run.consumed >= tokens:
+                    break
     lines = [json.loads(line) for line in (config.out / METRICS_NAME).read_text().splitlines()]
     calm = lines[len(lines) // 4 :]
     norms = np.array([line["grad_norm"] for line in calm])
@@ -145,7 +148,7 @@ def main() -> None:
     """Train everything, print the table and the JSON line."""
     parser = argparse.ArgumentParser(description="How rough the loss is under different samplers.")
     parser.add_argument("cache", type=Path)
-    parser.add_argument("--steps", type=int, default=150, help="tokens of each training, in full steps")
+    parser.add_argument("--steps", type=int, default=90, help="tokens of each training, in full steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     arguments = parser.parse_args()
