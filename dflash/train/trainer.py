@@ -10,13 +10,14 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dflash.board import Board
-from dflash.dist import process_group
+from dflash.dist import device_of, max_over_ranks, process_group
 from dflash.lifeline import Lifeline, lifeline
 from dflash.stopping import StopFlag, stop_signals
 from dflash.train.config import TrainConfig, TrainResult
@@ -80,7 +81,9 @@ def train(config: TrainConfig, world: World) -> TrainResult:
 def ranks(world: World) -> Iterator[Lifeline]:
     """Join the other ranks for the length of the block; the failure of one ends all at once."""
     with process_group(world):
-        board = Board(world, "train")
+        # torchrun keeps its store over restarts, so what an earlier start left must not be taken for ours
+        start = secrets.randbits(48) if world.is_main else 0
+        board = Board(world, f"train-{max_over_ranks(start, device_of(world)):.0f}")
         with board.telling_failure(), lifeline(board) as line:
             yield line
 

@@ -1,0 +1,161 @@
+"""The command as users start it on one and on two machines: ranks and nodes that die, and come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from support import write_cache
+from tiny_runs import LENGTHS
+
+from dflash.train.checkpoint import checkpoints, latest_checkpoint
+from dflash.train.record import METRICS_NAME
+
+pytestmark = pytest.mark.long
+STEPS = 1500
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return write_cache(tmp_path_factory.mktemp("nodes") / "cache", LENGTHS)
+
+
+def flags(cache, out, steps: int = STEPS) -> list[str]:
+    given = {"cache": cache, "out": out, "layers": 2, "block-size": 4, "tokens-per-batch": 64}
+    given |= {"batches-per-step": 2, "min-ready": 1, "max-ready": 4, "max-steps": steps, "save-every": 100}
+    return ["train", *(part for name, value in given.items() for part in (f"--{name}", str(value)))]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    found = subprocess.run(
+        ["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def wait_for_step(process: subprocess.Popen, run, step: int) -> None:
+    while True:
+        assert process.poll() is None, process.communicate()[0]
+        found = checkpoints(run)
+        if found and int(found[0].name[5:]) >= step:
+            return
+        time.sleep(0.1)
+
+
+def steps_of(run) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / METRICS_NAME).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_rank_killed_at_random_ends_the_command_with_its_name_and_resume_goes_on(
+    cache, tmp_path, mode, seed
+):
+    chance = random.Random(seed)
+    command = ["dflash", *flags(cache, tmp_path / "run"), "--nproc", "2", "--parallel", mode]
+    process = start(command)
+    wait_for_step(process, tmp_path / "run", 100)
+    time.sleep(chance.random())
+    victim = chance.randrange(2)
+    os.kill(sorted(children(process))[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 30
+    assert process.returncode == 1
+    assert re.search(r"Error: rank \d was ended by SIGKILL, perhaps for lack of memory", output)
+    assert "Traceback" not in output
+    newest = latest_checkpoint(tmp_path / "run")
+    assert newest is not None
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--resume"], capture_output=True, text=True, check=True
+    )
+    assert f"{STEPS:,} steps" in done.stdout
+    assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_leaves_a_checkpoint_of_the_last_step(cache, tmp_path, number):
+    process = start(["dflash", *flags(cache, tmp_path / "run"), "--nproc", "2"])
+    wait_for_step(process, tmp_path / "run", 100)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert f"stopped by {number.name}; go on with --resume" in output
+    assert checkpoints(tmp_path / "run")[0].name == f"step-{steps_of(tmp_path / 'run')[-1]:06d}"
+
+
+def test_a_users_error_ends_the_command_with_its_text_alone(cache, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash", *flags(cache, tmp_path / "run"), "--nproc", "2", "--lr", "-1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Error: --lr -1.0 must be positive" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def node(cache, out, port: int, nodes: str = "2") -> list[str]:
+    conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    launcher = ["torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "5"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
+    launcher += ["--rdzv-conf", conf, "--local-addr", "127.0.0.1", "--monitor-interval", "0.2"]
+    return [*launcher, "-m", "dflash", *flags(cache, out), "--resume"]
+
+
+def kill_node(process: subprocess.Popen) -> None:
+    """As when a machine loses its power: the launcher and its processes at once."""
+    for pid in (process.pid, *children(process)):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_two_nodes_train_together_from_a_folder_with_nothing_to_resume(cache, tmp_path):
+    port = free_port()
+    nodes = [start(node(cache, tmp_path / "run", port)) for _ in range(2)]
+    outputs = [process.communicate(timeout=240)[0] for process in nodes]
+    assert [process.returncode for process in nodes] == [0, 0], outputs
+    assert sum(f"{STEPS:,} steps" in output for output in outputs) == 1  # the first rank's
+    assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["world_size"] == 2
+
+
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_a_node_that_dies_and_comes_back_goes_on_from_the_last_checkpoint(cache, tmp_path, nodes):
+    port, run = free_port(), tmp_path / "run"
+    first = start(node(cache, run, port, nodes))
+    time.sleep(1)
+    second = start(node(cache, run, port, nodes))
+    wait_for_step(first, run, 100)
+    kill_node(second)
+    died = int(checkpoints(run)[0].name[5:])
+    again = start(node(cache, run, port, nodes))
+    outputs = [process.communicate(timeout=240)[0] for process in (first, again)]
+    assert [first.returncode, again.returncode] == [0, 0], outputs
+    assert steps_of(run) == list(range(1, STEPS + 1))
+    assert int(checkpoints(run)[0].name[5:]) == STEPS > died
