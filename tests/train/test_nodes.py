@@ -20,7 +20,7 @@ from dflash.train.checkpoint import checkpoints, latest_checkpoint
 from dflash.train.record import METRICS_NAME
 
 pytestmark = pytest.mark.long
-STEPS = 1500
+STEPS = 600
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def cache(tmp_path_factory):
 
 def flags(cache, out, steps: int = STEPS) -> list[str]:
     given = {"cache": cache, "out": out, "layers": 2, "block-size": 4, "tokens-per-batch": 64}
-    given |= {"batches-per-step": 2, "min-ready": 1, "max-ready": 4, "max-steps": steps, "save-every": 100}
+    given |= {"batches-per-step": 2, "min-ready": 1, "max-ready": 4, "max-steps": steps, "save-every": 20}
     return ["train", *(part for name, value in given.items() for part in (f"--{name}", str(value)))]
 
 
@@ -78,7 +78,7 @@ def test_a_rank_killed_at_random_ends_the_command_with_its_name_and_resume_goes_
     chance = random.Random(seed)
     command = ["dflash", *flags(cache, tmp_path / "run"), "--nproc", "2", "--parallel", mode]
     process = start(command)
-    wait_for_step(process, tmp_path / "run", 100)
+    wait_for_step(process, tmp_path / "run", 40)
     time.sleep(chance.random())
     victim = chance.randrange(2)
     os.kill(sorted(children(process))[victim], signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_a_rank_killed_at_random_ends_the_command_with_its_name_and_resume_goes_
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_leaves_a_checkpoint_of_the_last_step(cache, tmp_path, number):
     process = start(["dflash", *flags(cache, tmp_path / "run"), "--nproc", "2"])
-    wait_for_step(process, tmp_path / "run", 100)
+    wait_for_step(process, tmp_path / "run", 40)
     process.send_signal(number)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + number
@@ -151,7 +151,7 @@ def test_a_node_that_dies_and_comes_back_goes_on_from_the_last_checkpoint(cache,
     first = start(node(cache, run, port, nodes))
     time.sleep(1)
     second = start(node(cache, run, port, nodes))
-    wait_for_step(first, run, 100)
+    wait_for_step(first, run, 40)
     kill_node(second)
     died = int(checkpoints(run)[0].name[5:])
     again = start(node(cache, run, port, nodes))
