@@ -1,4 +1,4 @@
-"""N steps are k steps, kill -9, and N - k steps: bit for bit, wherever the run is cut and however it draws."""
+"""N steps are k steps, kill -9, and N - k steps: bit for bit, wherever a run is cut, however it draws."""
 
 from __future__ import annotations
 
