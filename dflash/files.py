@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 TMP_SUFFIX = ".tmp"
+_CHUNK = 8 << 20
 
 
 def fsync_path(path: Path) -> None:
@@ -78,6 +82,24 @@ def digest_file(path: Path, algorithm: str = "sha256") -> str:
             if hasattr(hashlib, "file_digest")
             else _digest(file, algorithm)
         )
+
+
+def size_of_file(path: Path) -> int:
+    """Bytes of a regular file; -1 for anything else, which opening might wait for, and for nothing at all."""
+    try:
+        found = path.stat()
+    except OSError:
+        return -1
+    return found.st_size if stat.S_ISREG(found.st_mode) else -1
+
+
+def xxh3_file(path: Path) -> str:
+    """xxh3-128 of a file's bytes, as 32 hex digits, read in bounded memory."""
+    state = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            state.update(chunk)
+    return state.hexdigest()
 
 
 def _digest(file: Any, algorithm: str) -> str:

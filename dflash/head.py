@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEAD_NAME = "head.safetensors"
+_REPAIR = "run `dflash cache repair` on the cache, then extract again"
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,10 @@ class TargetHead:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
             embedding, norm = tensors["embedding"], tensors["final_norm"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise CacheCorrupt(f"{path} is not a target head ({error}); extract the cache again") from error
+            raise CacheCorrupt(f"{path} is not a target head ({error}); {_REPAIR}") from error
         lm_head = tensors.get("lm_head", embedding)
         if lm_head.shape != embedding.shape or norm.shape != embedding.shape[1:]:
-            raise CacheCorrupt(
-                f"{path}: shapes {_shapes(tensors)} do not belong together; extract the cache again"
-            )
+            raise CacheCorrupt(f"{path}: shapes {_shapes(tensors)} do not belong together; {_REPAIR}")
         return cls(embedding, lm_head, norm, facts)
 
 

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash.cache.manifest import TARGET_CONFIG_NAME, Identity, Manifest, create_cache
+from dflash.cache.parts import record_parts
 from dflash.cache.writer import CacheWriter, Sample, finalize
 from dflash.drafter import DrafterConfig
 from dflash.files import publish_json
@@ -142,6 +143,7 @@ def write_cache(
     with CacheWriter(folder, manifest, "w0") as writer:
         for number, given in enumerate(lengths, start=1):
             writer.write(given if isinstance(given, Sample) else random_sample(rng, number, given, hidden))
+    record_parts(folder, manifest)
     finalize(folder)
     return folder
 

@@ -15,9 +15,11 @@ import crc32c
 import numpy as np
 import pyarrow as pa
 
-from dflash.cache.manifest import FORMAT_VERSION, Manifest, bucket_name, load_manifest
+from dflash.cache.duplicates import check_unique, shared_shard
+from dflash.cache.manifest import FORMAT_VERSION, REPAIR, Manifest, bucket_name, load_manifest
 from dflash.cache.shard import DATA_START, SHARDS_FOLDER, ShardLayout, is_shard_name
 from dflash.errors import CacheCorrupt, CacheError, CacheIncomplete
+from dflash.files import size_of_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +49,7 @@ _ROW_BYTES = 48
 """Bytes of a row's fixed-width values: no fragment holds more rows than its size allows."""
 _CHECKSUM_MARK = b"crc32c:"
 _CHECKSUM_BLANK = b"00000000"
-_REPAIR = "restore the file from a copy, or extract into a new folder with `dflash extract`"
+_DIGESTS = "dflash.xxh3_128"
 
 
 class IndexRow(NamedTuple):
@@ -90,6 +92,8 @@ class CacheIndex:
     """Supervised tokens."""
     layouts: tuple[ShardLayout, ...]
     """The committed shards, in the order of their fragments."""
+    digests: tuple[str, ...]
+    """xxh3-128 of each shard (`shard_digest`); empty where its writer recorded none."""
     stored: _Stored
 
     def __len__(self) -> int:
@@ -126,8 +130,8 @@ def fragment_path(cache: Path, name: str) -> Path:
     return cache / INDEX_FOLDER / f"{name}{FRAGMENT_SUFFIX}"
 
 
-def fragment_bytes(layout: ShardLayout, rows: Sequence[IndexRow], name: str) -> bytes:
-    """The fragment `name` that commits one shard."""
+def fragment_bytes(layout: ShardLayout, rows: Sequence[IndexRow], name: str, digest: str) -> bytes:
+    """The fragment `name` that commits one shard with this digest."""
     count = len(rows)
     columns: dict[str, Any] = {key: [getattr(row, key) for row in rows] for key in IndexRow._fields}
     columns |= {
@@ -135,10 +139,16 @@ def fragment_bytes(layout: ShardLayout, rows: Sequence[IndexRow], name: str) -> 
         "shard": np.zeros(count, np.int32),
         "row": np.arange(count, dtype=np.int32),
     }
-    return encode_fragment([layout.name], columns, name, layout.manifest.digest())
+    return encode_fragment([layout.name], columns, name, layout.manifest.digest(), [digest])
 
 
-def encode_fragment(shards: Sequence[str], columns: Mapping[str, Any], name: str, identity: str) -> bytes:
+def encode_fragment(
+    shards: Sequence[str],
+    columns: Mapping[str, Any],
+    name: str,
+    identity: str,
+    digests: Sequence[str] = (),
+) -> bytes:
     """A fragment that commits these shards: an Arrow IPC stream with its own checksum in the schema.
 
     Args:
@@ -146,8 +156,9 @@ def encode_fragment(shards: Sequence[str], columns: Mapping[str, Any], name: str
         columns: The columns of `SCHEMA` in the order of the shards; `shard` holds positions in `shards`.
         name: The fragment's name, without folder and suffix.
         identity: Digest of the cache's identity.
+        digests: `shard_digest` of each shard.
     """
-    metadata = {
+    metadata = ({_DIGESTS: " ".join(digests)} if digests else {}) | {
         "dflash.format": str(FORMAT_VERSION),
         "dflash.checksum": (_CHECKSUM_MARK + _CHECKSUM_BLANK).decode(),
         "dflash.fragment": name,
@@ -168,38 +179,41 @@ def encode_fragment(shards: Sequence[str], columns: Mapping[str, Any], name: str
     return bytes(data)
 
 
-def load_index(cache: Path, manifest: Manifest) -> CacheIndex:
-    """Load and check all index fragments of a cache, complete or not.
+def load_index(cache: Path, manifest: Manifest, only: Sequence[Path] | None = None) -> CacheIndex:
+    """Load and check all index fragments of a cache, complete or not, or `only` some of them.
 
     Raises:
         CacheCorrupt: a fragment is damaged, belongs elsewhere, or two of them claim the same sample or shard.
     """
-    paths = _fragment_paths(cache)
-    sizes = [path.stat().st_size for path in paths]
+    paths = fragment_paths(cache) if only is None else only
+    sizes = [max(size_of_file(path), 0) for path in paths]
     kinds = (np.uint64, np.int16, np.int32, np.int32, np.int64, np.uint32)
     columns: list[NDArray[Any]] = [np.empty(sum(sizes) // _ROW_BYTES, kind) for kind in kinds]
     scratch = bytearray(min(max(sizes, default=0), MAX_FRAGMENT_BYTES) + 1)
     layouts: list[ShardLayout] = []
+    digests: list[str] = []
     ends: list[int] = []
     count = 0
     for path in paths:
-        parts, committed = _load_fragment(path, manifest, scratch)
+        parts, committed, written = _load_fragment(path, manifest, scratch)
         end = count + len(parts[0])
         for column, part in zip(columns, parts, strict=True):
             column[count:end] = part
         layouts += committed
+        digests += written
         ends.append(end)
         count = end
     if len({layout.name for layout in layouts}) < len(layouts):
-        raise CacheCorrupt(_shared_shard(paths, ends, layouts))
+        raise CacheCorrupt(shared_shard(paths, ends, layouts))
     ids, buckets, lengths, supervised, offsets, crcs = (column[:count] for column in columns)
-    del columns
+    columns.clear()
     places = np.argsort(ids)
     ids = ids[places]
-    _check_unique(ids, places, paths, ends)
+    check_unique(ids, places, paths, ends)
     starts = np.cumsum([0, *(layout.samples for layout in layouts)])[:-1]
     stored = _Stored(places, offsets, crcs, starts)
-    return CacheIndex(ids, buckets[places], lengths[places], supervised[places], tuple(layouts), stored)
+    lengths, supervised = lengths[places], supervised[places]
+    return CacheIndex(ids, buckets[places], lengths, supervised, tuple(layouts), tuple(digests), stored)
 
 
 def committed_ids(cache: Path) -> NDArray[np.uint64]:
@@ -226,10 +240,10 @@ def check_complete(cache: Path, manifest: Manifest, index: CacheIndex) -> None:
         orphans = [name for name in shards_on_disk(cache) if name not in committed]
         hint = f"; no index fragment commits {', '.join(orphans[:3])}" if orphans else ""
         raise CacheCorrupt(
-            f"{cache / INDEX_FOLDER} lacks fragments or has foreign ones: it holds {count}{hint}; {_REPAIR}"
+            f"{cache / INDEX_FOLDER} lacks fragments or has foreign ones: it holds {count}{hint}; {REPAIR}"
         )
     if manifest.content_digest is not None and index.digest() != manifest.content_digest:
-        raise CacheCorrupt(f"{cache / INDEX_FOLDER}: not the samples that were there at the end; {_REPAIR}")
+        raise CacheCorrupt(f"{cache / INDEX_FOLDER}: not the samples that were there at the end; {REPAIR}")
 
 
 def shards_on_disk(cache: Path) -> list[str]:
@@ -241,7 +255,8 @@ def shards_on_disk(cache: Path) -> list[str]:
     )
 
 
-def _fragment_paths(cache: Path) -> list[Path]:
+def fragment_paths(cache: Path) -> list[Path]:
+    """The index fragments that exist, in order."""
     try:
         return sorted(path for path in (cache / INDEX_FOLDER).iterdir() if path.suffix == FRAGMENT_SUFFIX)
     except FileNotFoundError:
@@ -250,38 +265,10 @@ def _fragment_paths(cache: Path) -> list[Path]:
         raise CacheError(f"cannot read {cache / INDEX_FOLDER}: {error}") from error
 
 
-def _shared_shard(paths: Sequence[Path], ends: Sequence[int], layouts: Sequence[ShardLayout]) -> str:
-    """The message for two fragments that commit the same shard."""
-    owner: dict[str, Path] = {}
-    place = 0
-    for layout in layouts:
-        path = paths[int(np.searchsorted(ends, place, side="right"))]
-        place += layout.samples
-        if layout.name in owner:
-            return f"{owner[layout.name]} and {path} both commit {layout.name}; {_REPAIR}"
-        owner[layout.name] = path
-    raise AssertionError("called without a shared shard")
-
-
-def _check_unique(
-    ids: NDArray[np.uint64], places: NDArray[np.int64], paths: Sequence[Path], ends: Sequence[int]
-) -> None:
-    """Refuse sorted ids in which one occurs twice."""
-    repeats = np.flatnonzero(ids[1:] == ids[:-1])
-    if len(repeats):
-        row = int(repeats[0])
-        one, other = sorted(
-            paths[int(np.searchsorted(ends, places[at], side="right"))] for at in (row, row + 1)
-        )
-        raise CacheCorrupt(
-            f"{one} and {other} both commit sample {int(ids[row])} ({len(repeats)} in all); {_REPAIR}"
-        )
-
-
 def _load_fragment(
     path: Path, manifest: Manifest, scratch: bytearray
-) -> tuple[list[NDArray[Any]], list[ShardLayout]]:
-    """Read one fragment: its columns, which live in `scratch`, and its shards.
+) -> tuple[list[NDArray[Any]], list[ShardLayout], list[str]]:
+    """Read one fragment: its columns, which live in `scratch`, its shards and their digests.
 
     Whatever is wrong with the file is a CacheCorrupt that names it.
     """
@@ -290,37 +277,36 @@ def _load_fragment(
         with pa.ipc.open_stream(pa.py_buffer(data)) as stream:
             schema, batches = stream.schema, list(stream)
         if len(batches) != 1 or not schema.equals(SCHEMA):
-            raise CacheCorrupt(f"{path}: not one record batch of the index schema; {_REPAIR}")
+            raise CacheCorrupt(f"{path}: not one record batch of the index schema; {REPAIR}")
         batch = batches[0]
         batch.validate(full=True)
         if any(column.null_count for column in batch.columns):
-            raise CacheCorrupt(f"{path}: it holds nulls; {_REPAIR}")
+            raise CacheCorrupt(f"{path}: it holds nulls; {REPAIR}")
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise CacheCorrupt(
-            f"{path}: not an Arrow stream ({str(error).splitlines()[0]}); {_REPAIR}"
-        ) from error
+        raise CacheCorrupt(f"{path}: not an Arrow stream ({str(error).splitlines()[0]}); {REPAIR}") from error
     _check_metadata(path, schema.metadata or {}, manifest)
-    return _checked_rows(path, batch, manifest)
+    kept, layouts = _checked_rows(path, batch, manifest)
+    return kept, layouts, _shard_digests(path, schema.metadata, len(layouts))
 
 
 def _verified_bytes(path: Path, scratch: bytearray) -> memoryview:
     """A fragment's bytes in `scratch`, its checksum blanked, after checking it."""
+    if size_of_file(path) < 0:
+        raise CacheCorrupt(f"{path}: not a file; {REPAIR}")
     try:
         with path.open("rb") as file:
             size = file.readinto(scratch)
     except OSError as error:
-        raise CacheCorrupt(f"{path}: cannot be read ({error}); {_REPAIR}") from error
+        raise CacheCorrupt(f"{path}: cannot be read ({error}); {REPAIR}") from error
     if size >= len(scratch):
-        raise CacheCorrupt(f"{path}: it has grown, or is larger than {MAX_FRAGMENT_BYTES} bytes; {_REPAIR}")
+        raise CacheCorrupt(f"{path}: it has grown, or is larger than {MAX_FRAGMENT_BYTES} bytes; {REPAIR}")
     data = memoryview(scratch)[:size]
     at = scratch.find(_CHECKSUM_MARK, 0, min(size, 1 << 14)) + len(_CHECKSUM_MARK)
     stated = bytes(data[at : at + 8])
     if len(stated) == 8:
         data[at : at + 8] = _CHECKSUM_BLANK
     if stated != b"%08x" % crc32c.crc32c(data):
-        raise CacheCorrupt(
-            f"{path}: its bytes do not fit its checksum, it is damaged or cut short; {_REPAIR}"
-        )
+        raise CacheCorrupt(f"{path}: its bytes do not fit its checksum, it is damaged or cut short; {REPAIR}")
     return data
 
 
@@ -334,8 +320,16 @@ def _check_metadata(path: Path, metadata: dict[bytes, bytes], manifest: Manifest
         found = metadata.get(f"dflash.{key}".encode(), b"").decode(errors="replace")
         if found != value:
             raise CacheCorrupt(
-                f"{path}: belongs to another cache or place: {key} {found!r:.80}, not {value!r}; {_REPAIR}"
+                f"{path}: belongs to another cache or place: {key} {found!r:.80}, not {value!r}; {REPAIR}"
             )
+
+
+def _shard_digests(path: Path, metadata: dict[bytes, bytes], shards: int) -> list[str]:
+    """The shards' digests; empty texts in a fragment of the time before there were any."""
+    digests = metadata.get(_DIGESTS.encode(), b"").decode(errors="replace").split() or [""] * shards
+    if len(digests) != shards:
+        raise CacheCorrupt(f"{path}: {len(digests)} digests of {shards} shards; {REPAIR}")
+    return digests
 
 
 def _checked_rows(path: Path, batch: Any, manifest: Manifest) -> tuple[list[NDArray[Any]], list[ShardLayout]]:
@@ -345,11 +339,11 @@ def _checked_rows(path: Path, batch: Any, manifest: Manifest) -> tuple[list[NDAr
     number = {f"{SHARDS_FOLDER}/{bucket_name(edge)}": bucket for bucket, edge in enumerate(edges[1:])}
     buckets = [number.get(name.rpartition("/")[0], -1) if is_shard_name(name) else -1 for name in names]
     if -1 in buckets or len(set(names)) < len(names) or not 1 <= count <= MAX_FRAGMENT_ROWS:
-        raise CacheCorrupt(f"{path}: unusable shard names, repeated ones, or row count {count}; {_REPAIR}")
+        raise CacheCorrupt(f"{path}: unusable shard names, repeated ones, or row count {count}; {REPAIR}")
     shard = batch.column("shard").indices.to_numpy()
     samples = np.bincount(shard, minlength=len(names))
     if bool(np.any(shard[1:] < shard[:-1])) or not samples.all():
-        raise CacheCorrupt(f"{path}: its rows are not in the order of its shards; {_REPAIR}")
+        raise CacheCorrupt(f"{path}: its rows are not in the order of its shards; {REPAIR}")
     first = np.cumsum(samples) - samples  # first row of each shard
     column = {name: batch.column(name).to_numpy() for name in SCHEMA.names if name != "shard"}
     bucket = np.repeat(np.array(buckets, np.int16), samples)
@@ -357,7 +351,7 @@ def _checked_rows(path: Path, batch: Any, manifest: Manifest) -> tuple[list[NDAr
     for name, good in valid.items():
         if not good.all():
             row = int(np.argmin(good))
-            raise CacheCorrupt(f"{path}: row {row} has an impossible {name} {column[name][row]}; {_REPAIR}")
+            raise CacheCorrupt(f"{path}: row {row} has an impossible {name} {column[name][row]}; {REPAIR}")
     tokens = np.add.reduceat(column["length"], first, dtype=np.int64)
     layouts = [
         ShardLayout(name, manifest, edges[bucket + 1], int(rows), int(total))

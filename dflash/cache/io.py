@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import crc32c
 import numpy as np
 
+from dflash.cache.manifest import REPAIR
 from dflash.errors import CacheCorrupt, CacheError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ PORTION_BYTES = 8 << 20
 """What a thread takes at a time."""
 READ_THREADS = 4
 """Threads that share one read, at most; fewer where there are fewer processors."""
-REPAIR = "run `dflash cache verify` to list what is bad, and `dflash extract` again to restore it"
 _MAX_PARTS = 512
 """Below the 1,024 that one `preadv` may fill."""
 T = TypeVar("T")

@@ -7,9 +7,11 @@ docs/cache-format.md.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from dflash.errors import CacheCorrupt, CacheError, CacheMismatch
@@ -26,13 +28,18 @@ MAX_MANIFEST_BYTES = 1 << 24
 """A larger manifest is refused unread: a cache from strangers must not fill the memory."""
 BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4}
 CODECS = ("raw",)
+REPAIRED_FOLDER = "repaired"
+"""Where `dflash cache repair` puts what was bad."""
+REPAIR = "`dflash cache verify` lists what is bad, `dflash cache repair` sets it aside to be made again"
+"""How every report of damage ends."""
 HIDDEN_SIZE_MULTIPLE = 4
 """Keeps every tensor of a shard aligned to 8 bytes with the hidden states first."""
+_PLAIN_PART = re.compile(r"[\w.+ -]{1,200}")
 _LIMITS = {"num_target_layers": 1 << 14, "hidden_size": 1 << 20, "vocab_size": 1 << 30, "max_length": 1 << 24}
 """Far above any model; they keep sizes computed from a stranger's manifest within 64 bits."""
 _NAMES_ONLY = ("target", "revision")
 """Where the target was found. Moving its folder changes nothing; the digests decide."""
-_OPTIONAL = ("appended", "bad")
+_OPTIONAL = ("appended", "bad", "files", "derived")
 """Keys of the manifest that are left out where they hold nothing."""
 
 
@@ -129,6 +136,10 @@ class Manifest:
     """Digests of the corpora that were added later, in their order."""
     bad: tuple[BadSample, ...] = ()
     """Samples left out because of NaN or infinity."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Path in the cache to xxh3-128 (32 hex digits) of the files besides shards and index."""
+    derived: str | None = None
+    """The tool and settings that made this cache from others; None for one that extraction made."""
 
     @property
     def corpora(self) -> tuple[str, ...]:
@@ -137,6 +148,10 @@ class Manifest:
 
     def digest(self) -> str:
         """Sha256 (64 hex digits) of format version and identity, without the target's name and revision."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         identity = {name: value for name, value in asdict(self.identity).items() if name not in _NAMES_ONLY}
         return digest_json({"format_version": self.format_version, "identity": identity})
 
@@ -167,7 +182,10 @@ class Manifest:
         for sample in content.get("bad", ()):
             _check_keys(sample, BadSample, where)
         if digest != digest_json(content):
-            raise CacheCorrupt(f"{where}: its content does not fit its digest; it was edited or damaged")
+            raise CacheCorrupt(f"{where}: its content does not fit its digest; {REPAIR}")
+        for name in content.get("files", ()):
+            if not is_inside(name):
+                raise CacheCorrupt(f"{where}: {name!r:.80} is no path inside a cache")
         identity: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in content["identity"].items()
         }
@@ -178,6 +196,12 @@ class Manifest:
         return cls(**{**content, **later, "identity": Identity(**identity)})
 
 
+def is_inside(name: str) -> bool:
+    """Whether a relative path from a file stays inside the folder that it is taken from."""
+    parts = name.split("/")
+    return all(_PLAIN_PART.fullmatch(part) and part.strip(".") for part in parts) and len(name) < 500
+
+
 def load_manifest(cache: Path) -> Manifest:
     """Read a cache's manifest.
 
@@ -186,6 +210,8 @@ def load_manifest(cache: Path) -> Manifest:
         CacheError: `cache` is not a cache, or one of a newer format.
     """
     path = cache / MANIFEST_NAME
+    if path.exists() and not path.is_file():
+        raise CacheCorrupt(f"{path}: not a file; {REPAIR}")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_MANIFEST_BYTES + 1)
@@ -200,7 +226,9 @@ def load_manifest(cache: Path) -> Manifest:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CacheCorrupt(f"{path}: not JSON ({error}); it is damaged") from error
+        raise CacheCorrupt(f"{path}: not JSON ({error}); {REPAIR}") from error
+    if not data.endswith(b"}\n"):
+        raise CacheCorrupt(f"{path}: its last byte is missing, or others follow; {REPAIR}")
     return Manifest.from_json(value, str(path))
 
 
@@ -256,10 +284,13 @@ def _holds_manifest(cache: Path) -> bool:
         return False
     except OSError as error:
         raise CacheError(f"cannot use {cache} as a cache: {error}") from error
-    # A crash while the manifest was written leaves its temporary file: still an empty folder.
+    # A crash while the manifest was written leaves its temporary file: still an empty folder. What repair
+    # leaves where the manifest was lost is a cache as well: every index fragment names its identity.
     foreign = sorted(
         name for name in names if not (name.startswith(f"{MANIFEST_NAME}.") and name.endswith(TMP_SUFFIX))
     )
+    if MANIFEST_NAME not in foreign and REPAIRED_FOLDER in foreign:
+        return False
     if foreign and MANIFEST_NAME not in foreign:
         raise CacheError(
             f"{cache} is not empty and not a cache (it holds {foreign[0]!r}); choose another folder"
@@ -330,6 +361,8 @@ def _has_type(value: Any, kind: str) -> bool:
     if kind.startswith("tuple["):
         item_type = {"int": int, "str": str, "BadSample": dict}[kind[len("tuple[") : kind.index(",")]]
         return isinstance(value, list) and all(type(item) is item_type for item in value)
+    if kind == "dict[str, str]":
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
     if kind == "dict[str, int]":
         return isinstance(value, dict) and all(type(item) is int and item >= 0 for item in value.values())
     if kind == "int":

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from dflash.cache.index import CacheIndex, check_complete, committed_ids, load_index
-from dflash.cache.io import MAX_OPEN_FILES, REPAIR, OpenFile, OpenFiles, Workers, neighbours, portions
-from dflash.cache.manifest import load_manifest
+from dflash.cache.io import MAX_OPEN_FILES, OpenFile, OpenFiles, Workers, neighbours, portions
+from dflash.cache.manifest import REPAIR, load_manifest
 from dflash.cache.shard import DATA_START, TORCH_DTYPES, Sample, ShardLayout
 from dflash.errors import CacheCorrupt
 

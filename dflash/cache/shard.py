@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import crc32c
 import numpy as np
 import torch
+import xxhash
 
 from dflash.cache.manifest import FORMAT_VERSION, Manifest, bucket_name
 from dflash.errors import CacheError
@@ -39,6 +40,7 @@ SHARDS_FOLDER = "shards"
 SHARD_SUFFIX = ".safetensors"
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float32": "F32"}
+_CHUNK = 8 << 20
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _SHARD_NAME = re.compile(rf"{SHARDS_FOLDER}/(len-[0-9]{{5,9}})/({_UNIT.pattern}){re.escape(SHARD_SUFFIX)}")
 
@@ -138,6 +140,20 @@ def unit_of(name: str) -> str:
     return Path(name).name.removesuffix(SHARD_SUFFIX)
 
 
+def shard_digest(file: BinaryIO) -> str:
+    """xxh3-128 (32 hex digits) of a shard's bytes from 4096 to the end, then of its header.
+
+    The header comes last because the writer knows it last. Memory is bounded.
+    """
+    state = xxhash.xxh3_128()
+    file.seek(0)
+    header = file.read(DATA_START)
+    while chunk := file.read(_CHUNK):
+        state.update(chunk)
+    state.update(header)
+    return state.hexdigest()
+
+
 def sample_crc(hidden: Any, input_ids: Any, loss_mask: Any) -> int:
     """crc32c over the sample's bytes as stored: hidden states, then input ids, then loss mask."""
     return int(crc32c.crc32c(loss_mask, crc32c.crc32c(input_ids, crc32c.crc32c(hidden))))
@@ -191,6 +207,7 @@ class ShardStream:
         self.size = DATA_START
         self._file: BinaryIO = path.open("xb")
         self._file.write(bytes(DATA_START))
+        self._digest = xxhash.xxh3_128()
         self._offsets = [0]
         self._input_ids: list[NDArray[np.int32]] = []
         self._loss_mask: list[NDArray[np.uint8]] = []
@@ -215,21 +232,31 @@ class ShardStream:
         input_ids = np.array(sample.input_ids, dtype="<i4")  # copies: the caller may reuse its arrays
         loss_mask = np.array(sample.loss_mask)
         start = self.size
-        self._file.write(hidden.data)
+        self._put(hidden)
         self.size += hidden.nbytes
         self._input_ids.append(input_ids)
         self._loss_mask.append(loss_mask)
         self._offsets.append(self.tokens + len(input_ids))
         return start, hidden.nbytes, sample_crc(hidden, input_ids, loss_mask)
 
-    def finish(self, layout: ShardLayout) -> None:
-        """Write the small tensors and the header, and close. Flushing to disk is the commit's work."""
-        self._file.write(np.array(self._offsets, dtype="<i8").tobytes())
-        self._file.write(np.concatenate(self._input_ids).tobytes())
-        self._file.write(np.concatenate(self._loss_mask).tobytes())
+    def finish(self, layout: ShardLayout) -> str:
+        """Write the small tensors and the header, and close. Flushing to disk is the commit's work.
+
+        Returns:
+            The shard's digest, as `shard_digest` would compute it.
+        """
+        self._put(np.array(self._offsets, dtype="<i8"))
+        self._put(np.concatenate(self._input_ids))
+        self._put(np.concatenate(self._loss_mask))
         self._file.seek(0)
-        self._file.write(layout.header())
+        self._put(np.frombuffer(layout.header(), np.uint8))
         self._file.close()
+        return self._digest.hexdigest()
+
+    def _put(self, array: NDArray[Any]) -> None:
+        data = array.data.cast("B")
+        self._digest.update(data)
+        self._file.write(data)
 
     def discard(self) -> None:
         """Close and remove the file."""

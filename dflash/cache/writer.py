@@ -134,9 +134,7 @@ class CacheWriter:
         stream, unit, rows = self._open[bucket]
         edge = self.manifest.identity.bucket_edges[bucket]
         layout = ShardLayout(shard_name(edge, unit), self.manifest, edge, stream.samples, stream.tokens)
-        stream.finish(layout)
-        publish(self.cache / layout.name, stream.path.replace, replace=False)
-        publish_bytes(fragment_path(self.cache, unit), fragment_bytes(layout, rows, unit), replace=False)
+        commit_shard(self.cache, stream, layout, rows, unit)
         del self._open[bucket]
 
     @contextmanager
@@ -170,6 +168,19 @@ class CacheWriter:
             self._open.clear()
 
 
+def commit_shard(
+    cache: Path, stream: ShardStream, layout: ShardLayout, rows: Sequence[IndexRow], unit: str
+) -> None:
+    """Finish a shard and commit it by a fragment named `unit`.
+
+    Raises:
+        FileExistsError: the shard or the fragment is there already.
+    """
+    digest = stream.finish(layout)
+    publish(cache / layout.name, stream.path.replace, replace=False)
+    publish_bytes(fragment_path(cache, unit), fragment_bytes(layout, rows, unit, digest), replace=False)
+
+
 def finalize(cache: Path, bad: Sequence[BadSample] = ()) -> Manifest:
     """Mark a cache complete, once every expected sample is committed and every shard has its size.
 
@@ -192,7 +203,10 @@ def finalize(cache: Path, bad: Sequence[BadSample] = ()) -> Manifest:
         check_complete(cache, manifest, index)
     counts = f"{len(index)} samples are committed, {manifest.expected_samples} expected"
     if len(index) < manifest.expected_samples:
-        raise CacheIncomplete(f"{cache}: {counts}; run the same `dflash extract` again to finish it")
+        which = (
+            "same `dflash extract`" if not manifest.appended else "`dflash extract` of each of its corpora"
+        )
+        raise CacheIncomplete(f"{cache}: {counts}; run the {which} again to finish it")
     if len(index) > manifest.expected_samples:
         raise CacheCorrupt(f"{cache}: {counts}; it holds samples of another run, extract into a new folder")
     for layout in index.layouts:

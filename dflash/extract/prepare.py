@@ -7,18 +7,17 @@ from typing import Any
 
 from dflash.cache.append import append_corpus
 from dflash.cache.manifest import MANIFEST_NAME, TARGET_CONFIG_NAME, Identity, Manifest, create_cache
+from dflash.cache.parts import TOKENIZER_FOLDER, check_part, record_parts
 from dflash.cache.writer import sweep_uncommitted
-from dflash.errors import CacheIncomplete, CorpusError
+from dflash.errors import CacheMismatch, CorpusError
 from dflash.extract.chat import template_digest, tokenizer_digest
 from dflash.extract.mask_token import find_mask_token
 from dflash.extract.settings import ExtractConfig
 from dflash.extract.token_store import TokenizedCorpus
 from dflash.files import publish_json
 from dflash.head import HEAD_NAME
-from dflash.provenance import write_run_record
+from dflash.provenance import RECORD_NAME, write_run_record
 from dflash.target import DTYPES, TargetFacts, inspect_target, load_head
-
-TOKENIZER_NAME = "tokenizer"
 
 
 def prepare(config: ExtractConfig, tokenizer: Any, corpus: TokenizedCorpus) -> Manifest:
@@ -41,8 +40,11 @@ def prepare(config: ExtractConfig, tokenizer: Any, corpus: TokenizedCorpus) -> M
         return manifest
     sweep_uncommitted(config.out)
     write_run_record(config.out, "extract", config.plain())
+    for name in manifest.files:
+        if name != RECORD_NAME:  # written anew just now
+            check_part(config.out, manifest, name)
     _save_target_parts(config, tokenizer, facts, corpus)
-    return manifest
+    return record_parts(config.out, manifest)
 
 
 def _opened(config: ExtractConfig, manifest: Manifest, corpus: TokenizedCorpus) -> Manifest:
@@ -50,10 +52,10 @@ def _opened(config: ExtractConfig, manifest: Manifest, corpus: TokenizedCorpus) 
         there = append_corpus(config.out, manifest, corpus.ids)
     else:
         there = create_cache(config.out, manifest)
-    if not there.complete and corpus.digest != there.corpora[-1]:
-        raise CacheIncomplete(
-            f"{config.out} still owes samples of data that was appended; "
-            "run the `dflash extract --append` that added it again first"
+    if there.derived and corpus.digest in there.corpora and (there.complete or not config.append):
+        raise CacheMismatch(
+            f"{config.out} was made by `dflash cache {there.derived}`; run that again to finish or "
+            "restore it, or --append to add other data"
         )
     return there
 
@@ -84,11 +86,11 @@ def _save_target_parts(
     if not (config.out / TARGET_CONFIG_NAME).is_file():  # appended data must not change the mask token
         mask = find_mask_token(tokenizer, facts.config, facts.vocab_size, corpus.tokens)
         publish_json(config.out / TARGET_CONFIG_NAME, {"config": facts.config, "mask_token_id": mask})
-    if not (config.out / TOKENIZER_NAME).is_dir():
-        part = config.out / f"{TOKENIZER_NAME}.part"
+    if not (config.out / TOKENIZER_FOLDER).is_dir():
+        part = config.out / f"{TOKENIZER_FOLDER}.part"
         shutil.rmtree(part, ignore_errors=True)
         tokenizer.save_pretrained(part)
-        part.rename(config.out / TOKENIZER_NAME)
+        part.rename(config.out / TOKENIZER_FOLDER)
     if not (config.out / HEAD_NAME).is_file():
         head = load_head(config.target, DTYPES[config.dtype], trust_remote_code=config.trust_remote_code)
         head.save(config.out / HEAD_NAME)

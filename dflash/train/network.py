@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash.cache.manifest import TARGET_CONFIG_NAME
+from dflash.cache.manifest import REPAIR, TARGET_CONFIG_NAME
+from dflash.cache.parts import check_part
 from dflash.drafter import DrafterConfig
 from dflash.errors import CacheCorrupt, ConfigError
 
@@ -48,7 +49,7 @@ def target_config(cache: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
         value["config"], value["mask_token_id"]  # both must be there
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CacheCorrupt(f"{path} is missing or damaged ({error!r}); run `dflash extract` again") from error
+        raise CacheCorrupt(f"{path} is missing or damaged ({error!r}); {REPAIR}") from error
     return value  # type: ignore[no-any-return]
 
 
@@ -62,6 +63,7 @@ def drafter_config(network: NetworkConfig, cache: Path, manifest: Manifest) -> D
         ConfigError: no mask token is known, or one that cannot be used.
         CacheCorrupt: the cache's copy of the target's configuration is damaged.
     """
+    check_part(cache, manifest, TARGET_CONFIG_NAME)
     stored = target_config(cache)
     mask = network.mask_token_id if network.mask_token_id is not None else stored["mask_token_id"]
     if mask is None:

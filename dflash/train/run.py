@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dflash.board import Board
+from dflash.cache.parts import check_part
 from dflash.cache.reader import CacheReader
 from dflash.cache.subset import subset
 from dflash.dist import barrier, device_of, max_over_ranks, sum_over_ranks
@@ -115,7 +116,8 @@ class Run:
             raise ConfigError(
                 f"--out {config.out} holds a run already; go on with --resume, or give another folder"
             )
-        run = cls(config, line, reader, TargetHead.load(config.cache / HEAD_NAME))
+        head = TargetHead.load(check_part(config.cache, reader.manifest, HEAD_NAME))
+        run = cls(config, line, reader, head)
         if newest is not None:
             run._restore(newest)
         barrier()  # nobody writes before all have looked
