@@ -128,7 +128,7 @@ def found_at_once(path: Path, cache: Path, index: CacheIndex) -> str:
 
 
 def test_ten_thousand_flipped_bits_are_all_found_in_the_file_that_has_them(cache):
-    """The places are drawn anew in each run; one in twenty goes through the whole check, and through reading."""
+    """The places are drawn anew in each run; one in twenty goes through all checks, and reading."""
     contents = {path: path.read_bytes() for path in files(cache)}
     index = CacheReader(cache).index
     for number in range(FLIPS):
