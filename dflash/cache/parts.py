@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dflash.cache.manifest import REPAIR, TARGET_CONFIG_NAME, Manifest, save_manifest
 from dflash.errors import CacheCorrupt
-from dflash.files import size_of_file, xxh3_file
+from dflash.files import TMP_SUFFIX, size_of_file, xxh3_file
 from dflash.head import HEAD_NAME
 from dflash.provenance import RECORD_NAME
 
@@ -24,7 +24,8 @@ TOKENIZER_FOLDER = "tokenizer"
 def part_names(cache: Path) -> list[str]:
     """Paths in the cache of the parts that exist, in order."""
     single = [HEAD_NAME, RECORD_NAME, TARGET_CONFIG_NAME]
-    folder = sorted(path for path in (cache / TOKENIZER_FOLDER).rglob("*") if not path.is_dir())
+    found = (cache / TOKENIZER_FOLDER).rglob("*")
+    folder = [path for path in found if not path.is_dir() and path.suffix != TMP_SUFFIX]
     return sorted(
         [name for name in single if (cache / name).exists()]
         + [path.relative_to(cache).as_posix() for path in folder]
