@@ -77,6 +77,8 @@ class Extents(NamedTuple):
     offsets: NDArray[np.int64]
     """First byte of the hidden states in the shard."""
     crcs: NDArray[np.uint32]
+    nbytes: NDArray[np.int64]
+    """Bytes of the hidden states."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +106,8 @@ class CacheIndex:
         places = self.stored.places[rows]
         shards = np.searchsorted(self.stored.shard_starts, places, side="right") - 1
         shard_rows = places - self.stored.shard_starts[shards]
-        return Extents(shards, shard_rows, self.stored.offsets[places], self.stored.crcs[places])
+        nbytes = self.lengths[rows].astype(np.int64) * self.layouts[0].manifest.identity.bytes_per_token
+        return Extents(shards, shard_rows, self.stored.offsets[places], self.stored.crcs[places], nbytes)
 
     def digest(self) -> str:
         """Sha256 (64 hex digits) of all ids, then all checksums, in row order."""
