@@ -37,6 +37,7 @@ def cache_info(cache: Path) -> dict[str, Any]:
         "identity": asdict(manifest.identity),
         "digest": manifest.digest(),
         "created": manifest.created,
+        "derived": manifest.derived,
         "complete": manifest.complete,
         "samples": len(index),
         "expected_samples": manifest.expected_samples,
@@ -57,7 +58,8 @@ def format_info(info: dict[str, Any]) -> str:
     identity = info["identity"]
     layers = len(identity["taps"])
     revision = f" at {identity['revision']}" if identity["revision"] else ""
-    state = "complete" if info["complete"] else "INCOMPLETE: run the same `dflash extract` again to finish it"
+    command = f"`dflash cache {info['derived']}`" if info["derived"] else "the same `dflash extract`"
+    state = "complete" if info["complete"] else f"INCOMPLETE: run {command} again to finish it"
     tokens, per_token = info["tokens"], info["bytes_per_token"]
     share = info["supervised_tokens"] / tokens if tokens else 0.0
     lines = [
@@ -71,6 +73,8 @@ def format_info(info: dict[str, Any]) -> str:
         + (f", {per_token:,.0f} bytes/token" if per_token else ""),
         f"  identity    {info['digest'][:16]}, created {info['created']}",
     ]
+    if info["derived"]:
+        lines.append(f"  made by     {command}")
     lines += [f"  dropped     {count:,} {reason}" for reason, count in sorted(info["dropped"].items())]
     if missing := info["missing_shards"]:
         lines.append(f"  MISSING     {len(missing):,} shards, e.g. {missing[0]}: run `dflash cache verify`")
