@@ -45,7 +45,12 @@ def list_samples(
     manifest = load_manifest(cache)
     index, edges = load_index(cache, manifest), manifest.identity.bucket_edges
     rows = select(index, edges, where)
-    keys = {"id": index.ids, "length": index.lengths, "bucket": index.buckets, "supervised": index.supervised}
+    keys: dict[str, NDArray[Any]] = {
+        "id": index.ids,
+        "length": index.lengths,
+        "bucket": index.buckets,
+        "supervised": index.supervised,
+    }
     rows = rows[np.lexsort((index.ids[rows], index.lengths[rows], keys[sort][rows]))][:limit]
     for part in np.array_split(rows, max(len(rows) // 100_000, 1)):
         places = index.locate(part)

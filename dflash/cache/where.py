@@ -51,7 +51,7 @@ def select(index: CacheIndex, edges: tuple[int, ...], where: str | None) -> NDAr
     """
     if where is None:
         return np.arange(len(index))
-    columns = {
+    columns: dict[str, NDArray[Any]] = {
         "id": index.ids,
         "length": index.lengths,
         "bucket": np.array(edges, np.int64)[index.buckets],
