@@ -168,7 +168,8 @@ def _mixed(ids: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     value: NDArray[np.uint64] = ids ^ (np.uint64(seed * 0x9E3779B97F4A7C15 % (1 << 64)))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
-    return value ^ (value >> np.uint64(31))
+    value ^= value >> np.uint64(31)
+    return value
 
 
 def _once(readers: Sequence[CacheReader]) -> tuple[list[NDArray[np.int64]], int]:
