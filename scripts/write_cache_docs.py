@@ -43,7 +43,12 @@ def commands(cache: Path) -> dict[str, list[str]]:
         "rebucket": [f"dflash cache rebucket small --edges {halved} --out rebucketed"],
         "drop-taps": [cut],
         "diff": ["dflash cache diff small short"],
-        "repair": ["dflash cache verify cut --deep", "dflash cache repair cut", cut, "dflash cache verify cut"],
+        "repair": [
+            "dflash cache verify cut --deep",
+            "dflash cache repair cut",
+            cut,
+            "dflash cache verify cut",
+        ],
     }
 
 

@@ -31,7 +31,7 @@ from dflash.cache.info import format_bytes
 from dflash.cache.manifest import REPAIR, create_cache
 from dflash.cache.parts import check_part, part_names, record_parts
 from dflash.cache.reader import CacheReader
-from dflash.cache.shard import ShardLayout, ShardStream, shard_digest, shard_name
+from dflash.cache.shard import ShardLayout, ShardStream, shard_digest, shard_name, unit_of
 from dflash.cache.verify import shard_problem
 from dflash.cache.writer import SHARD_BYTES, commit_shard, finalize, sweep_uncommitted
 from dflash.errors import CacheCorrupt, CacheError, CacheMismatch
@@ -107,7 +107,7 @@ class Derived:
     written: int
     """Shards written anew."""
     written_bytes: int
-    """Bytes of hidden states in the latter."""
+    """Bytes of the latter."""
     resumed: int
     """Shards that an earlier run had made."""
     notes: tuple[str, ...] = field(default=())
@@ -151,14 +151,14 @@ def derive(out: Path, sources: Sequence[Source], recipe: Recipe) -> Derived:
         index = load_index(out, finalize(out))
     except OSError as error:
         raise CacheError(f"cannot write {out}: {error}; run the same command again to go on") from error
-    copied = [piece for piece in pieces if piece.linked is None]
+    copied = {piece.unit for piece in pieces if piece.linked is None}
     return Derived(
         cache=out,
         samples=len(index),
         tokens=int(index.lengths.sum(dtype=np.int64)),
         linked=len(pieces) - len(copied),
         written=len(copied),
-        written_bytes=sum(piece.nbytes for piece in copied),
+        written_bytes=sum(layout.file_size for layout in index.layouts if unit_of(layout.name) in copied),
         resumed=resumed,
         notes=recipe.notes,
     )

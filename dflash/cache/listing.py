@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SORTS = ("id", "length", "bucket", "supervised")
 _SUPERVISED, _MASKED, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-_MAX_NAMES = 10
+_MAX_NAMES = 4
 """Ids that the text of a difference names."""
 
 

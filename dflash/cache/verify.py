@@ -64,15 +64,15 @@ class VerifyReport:
     def text(self) -> str:
         """What a terminal shows: one line where all is well, else a table of what is bad."""
         checked = f"{self.samples:,} samples in {self.shards:,} shards"
-        how = "every byte read" if self.deep else "structure checked; --deep reads every byte"
-        speed = f", {self.bytes / self.seconds / 1e9:.2f} GB/s" if self.deep else ""
-        facts = f"{checked}, {format_bytes(self.bytes)}; {how} in {self.seconds:.1f} s{speed}"
+        how = "every byte read" if self.deep else "structure checked"
+        more = f", {self.bytes / self.seconds / 1e9:.2f} GB/s" if self.deep else " (--deep reads every byte)"
+        facts = f"{checked}, {format_bytes(self.bytes)}; {how} in {self.seconds:.1f} s{more}"
         if self.whole:
             state = "whole" if self.complete else f"sound, unfinished ({self.expected_samples:,} expected)"
             return f"{self.cache} is {state}: {facts}"
         lost = sum(fault.samples for fault in self.faults)
         advice = f"run `dflash cache repair {self.cache}`, then the command that made the cache again"
-        last = f"{len(self.faults):,} faults, {lost:,} samples lost; {advice}"
+        last = f"faults: {len(self.faults):,}, samples lost: {lost:,}; {advice}"
         return "\n".join([f"{self.cache} is damaged: {facts}", *fault_table(self.faults), last])
 
 

@@ -84,6 +84,16 @@ def test_datasets_pandas_and_pyarrow_open_a_fragment(cache):
     assert dataset["id"][:] == frame["id"].tolist() == table["id"].to_pylist()
 
 
+def test_all_fragments_open_as_one_table_as_the_page_on_the_cache_says(cache):
+    tables = [pa.ipc.open_stream(path).read_all() for path in fragments(cache)]
+    index = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+    frame = index.to_pandas()
+    assert frame["id"].nunique() == len(SAMPLES)
+    lengths = frame.groupby("bucket")["length"].sum().to_dict()
+    assert sum(lengths.values()) == sum(len(sample.input_ids) for sample in SAMPLES)
+    assert set(frame["shard"]) == {layout.name for layout in CacheReader(cache).index.layouts}
+
+
 def test_rows_are_sorted_by_id_whatever_the_number_of_writers(tmp_path, finished):
     reference = CacheReader(finished).index
     assert reference.ids.tolist() == sorted(sample.id for sample in SAMPLES)
