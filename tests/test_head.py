@@ -65,7 +65,7 @@ def test_a_damaged_head_is_one_clear_line(tmp_path, damage):
     path = tmp_path / "head.safetensors"
     make_head(tied=True).save(path)
     damage(path)
-    with pytest.raises(CacheCorrupt, match="extract the cache again") as caught:
+    with pytest.raises(CacheCorrupt, match="run `dflash cache repair`") as caught:
         TargetHead.load(path)
     assert "\n" not in str(caught.value)
 

@@ -284,7 +284,7 @@ def test_appending_can_be_interrupted_and_must_be_finished_first(config, monkeyp
         with pytest.raises(KeyboardInterrupt):
             extract(more, World())
     assert not load_manifest(config.out).complete
-    with pytest.raises(CacheIncomplete, match=r"run the `dflash extract --append` that added it"):
+    with pytest.raises(CacheIncomplete, match=r"run the `dflash extract` of each of its corpora"):
         extract(config, World())
     with pytest.raises(CacheIncomplete, match="before data is added"):
         extract(added(config, 30, 35), World())

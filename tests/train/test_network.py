@@ -8,6 +8,7 @@ import pytest
 from support import EOS, MASK, VOCAB, write_cache
 
 from dflash.cache.manifest import load_manifest
+from dflash.cache.parts import record_parts
 from dflash.errors import CacheCorrupt, ConfigError
 from dflash.train.network import TARGET_CONFIG_NAME, NetworkConfig, drafter_config
 
@@ -21,6 +22,7 @@ def edit(cache, mask: int | None = MASK, **changes) -> None:
     path = cache / TARGET_CONFIG_NAME
     config = {k: v for k, v in (json.loads(path.read_text())["config"] | changes).items() if v != "absent"}
     path.write_text(json.dumps({"config": config, "mask_token_id": mask}))
+    record_parts(cache, load_manifest(cache))
 
 
 def shape(cache, **network):
@@ -84,7 +86,7 @@ def test_a_mask_of_the_user_wins_and_must_be_usable(cache):
 def test_a_damaged_copy_of_the_targets_config_is_one_clear_line(cache, text):
     path = cache / TARGET_CONFIG_NAME
     path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(CacheCorrupt, match="run `dflash extract` again"):
+    with pytest.raises(CacheCorrupt, match="`dflash cache repair`"):
         shape(cache)
 
 
