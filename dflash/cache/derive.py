@@ -151,6 +151,9 @@ def derive(out: Path, sources: Sequence[Source], recipe: Recipe) -> Derived:
         index = load_index(out, finalize(out))
     except OSError as error:
         raise CacheError(f"cannot write {out}: {error}; run the same command again to go on") from error
+    finally:
+        for source in sources:
+            source.reader.close()
     copied = {piece.unit for piece in pieces if piece.linked is None}
     return Derived(
         cache=out,
