@@ -82,15 +82,22 @@ class Board:
         self._wait(lambda: self._has(*keys))
         return [json.loads(self._get(key)) for key in keys]
 
-    def shared(self, note: str, make: Callable[[], Any]) -> Any:
-        """What `make` gives on the main rank, on every rank: a JSON value.
+    def shared(
+        self, note: str, make: Callable[[], Any], meanwhile: Callable[[], object] = lambda: None
+    ) -> Any:
+        """What `make` gives on the main rank, on every rank: a JSON value; the others call `meanwhile`.
 
         Raises:
             RankFailed: another rank failed meanwhile.
         """
         if self.world.is_main:
             self._set(note, json.dumps(make()))
-        self._wait(lambda: self._has(note))
+
+        def here() -> bool:
+            meanwhile()
+            return self._has(note)
+
+        self._wait(here)
         return json.loads(self._get(note))
 
     def hand(self, note: str, rank: int, value: Any) -> None:

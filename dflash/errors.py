@@ -10,6 +10,7 @@ DflashError
 │   └── CacheMismatch      another identity than the one asked for
 ├── RankFailed             another process of the run has failed, so this one ends too
 ├── TrainingError          training cannot go on: a loss that is not finite, say
+│   └── SourceStarved      the cache that is followed has not delivered for too long
 └── CheckpointError        a drafter or training state that cannot be read or does not fit
 
 The command line prints such an error as one line and exits with code 2; anything else is a fault of the
@@ -58,6 +59,10 @@ class RankFailed(DflashError):  # noqa: N818
 
 class TrainingError(DflashError):
     """Training cannot go on: a loss that is not finite, say."""
+
+
+class SourceStarved(TrainingError):  # noqa: N818
+    """The cache that training follows has not delivered what is due, for longer than is to be waited."""
 
 
 class CheckpointError(DflashError):

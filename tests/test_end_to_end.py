@@ -201,6 +201,18 @@ def test_a_sample_longer_than_a_micro_batch_is_named(place: Path, tmp_path: Path
     assert "--tokens-per-batch" in refused("train", *flags)
 
 
+def test_words_about_waiting_without_following_are_refused(place: Path, tmp_path: Path) -> None:
+    flags = ("train", "--cache", place / "cache", "--out", tmp_path / "run", *TRAIN)
+    assert "add --follow" in refused(*flags, "--max-wait", 5)
+    assert "needs --max-wait" in refused(*flags, "--follow", "--on-starved", "reweight")
+    assert "needs --sampler stratified" in refused(*flags, "--follow", "--sampler", "fifo")
+
+
+def test_a_cache_that_never_comes_is_an_error_behind_max_wait(tmp_path: Path) -> None:
+    flags = ("--cache", tmp_path / "cache", "--out", tmp_path / "run", *TRAIN)
+    assert "has no manifest.json" in refused("train", *flags, "--follow", "--max-wait", 0.2)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [

@@ -72,6 +72,12 @@ from dflash.commands.common import (
         show_default=True,
         help="GPUs that hold one replica of the target.",
     ),
+    click.option(
+        "--order",
+        default="longest-first",
+        show_default=True,
+        help="longest-first, or mixed: for a `dflash train --follow` beside it.",
+    ),
     click.option("--force", is_flag=True, help="Start even where the disk cannot hold the result."),
     nproc_option,
     trust_option,

@@ -70,6 +70,18 @@ from dflash.commands.common import PATH, config_option, nproc_option, options, s
     click.option(
         "--parallel", default="ddp", show_default=True, help="ddp, or fsdp: the drafter split over the ranks."
     ),
+    click.option("--follow", is_flag=True, help="Begin while the cache is still being extracted."),
+    click.option(
+        "--max-wait",
+        type=float,
+        help="With --follow: seconds a bucket that is due may be empty.  [default: any]",
+    ),
+    click.option(
+        "--on-starved",
+        default="error",
+        show_default=True,
+        help="Behind --max-wait: error, or reweight to go on without the bucket while it is empty.",
+    ),
     nproc_option,
 )
 def train(nproc: int | None, **flags: Any) -> None:
@@ -78,6 +90,7 @@ def train(nproc: int | None, **flags: Any) -> None:
     \b
     dflash train --cache cache --out runs/a
     dflash train --cache cache --out runs/b --mix sqrt --min-ready 60
+    dflash train --cache cache --out runs/c --follow --max-wait 3600
     """
     if started_ranks(nproc):
         return

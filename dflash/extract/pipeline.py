@@ -20,13 +20,14 @@ import numpy as np
 from dflash.board import Board
 from dflash.cache.index import load_index
 from dflash.cache.manifest import BadSample, Manifest, bucket_of, load_manifest
+from dflash.cache.planned import Planned, save_planned
 from dflash.cache.speeds import save_speeds
 from dflash.cache.writer import CacheWriter, finalize
 from dflash.dist import device_of
 from dflash.errors import CacheMismatch, RankFailed, TargetError
 from dflash.extract.capture import Capturer, InFlight
 from dflash.extract.corpus import load_corpus
-from dflash.extract.plan import Unit, batches_of, pad_share, plan_units, remaining
+from dflash.extract.plan import Unit, batches_of, mixed_order, pad_share, plan_units, remaining
 from dflash.extract.prepare import prepare
 from dflash.extract.replica import Replica, ReplicaTarget
 from dflash.extract.report import ExtractReport
@@ -91,17 +92,19 @@ def _prepared(config: ExtractConfig, world: World, board: Board) -> tuple[Tokeni
 
 def _units(config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, board: Board) -> list[Unit]:
     """What is not yet committed; the same on every rank."""
-    done = np.concatenate(
-        [load_index(config.out, manifest).ids, np.array([bad.id for bad in manifest.bad], np.uint64)]
-    )
+    index = load_index(config.out, manifest)
+    done = np.concatenate([index.ids, np.array([bad.id for bad in manifest.bad], np.uint64)])
     edges, per_token = manifest.identity.bucket_edges, manifest.identity.bytes_per_token
     batches = batches_of(corpus.lengths, corpus.ids, edges, config.tokens_per_batch)
     batches = remaining(batches, corpus.ids, done)
     if board.world.is_main and batches:
-        check_space(config.out, corpus.lengths[np.concatenate(batches)], per_token, force=config.force)
+        owed = corpus.lengths[np.concatenate(batches)]
+        check_space(config.out, owed, per_token, force=config.force)
+        save_planned(config.out, Planned.of(np.concatenate([index.lengths, owed]), edges))
     board.meet("planned")  # no rank may commit before all have looked
     limit = max(config.shard_bytes // per_token, 1)
-    return plan_units(batches, corpus.lengths, edges, limit, board.world.size // config.tp)
+    units = plan_units(batches, corpus.lengths, edges, limit, board.world.size // config.tp)
+    return mixed_order(units, corpus.lengths, edges) if config.order == "mixed" else units
 
 
 class _Patience:

@@ -5,7 +5,8 @@
 2. Batches whose samples are committed are left out. Batches depend on the corpus alone, so a resumed run, on
    any number of ranks, computes the same ones as an undisturbed run, and with them the same numbers.
 3. Neighbouring batches of one bucket make a unit of about one shard. A rank that is free takes the next unit,
-   so the longest are taken first and the shortest even out the end.
+   so the longest are taken first and the shortest even out the end. The order `mixed` takes units of all
+   buckets in turn instead, each as often as it is owed, for training that follows the cache.
 
 Pure numpy: a plan of ten million samples takes seconds and no model.
 """
@@ -116,6 +117,30 @@ def plan_units(
         total = sum(int(lengths[batch].sum()) for batch in batches)
         limit = max(min(limit, total // (_UNITS_PER_RANK * ranks)), 1)
     return units_of(batches, lengths, edges, limit)
+
+
+def mixed_order(units: Sequence[Unit], lengths: np.ndarray, edges: Sequence[int]) -> list[Unit]:
+    """Units in an order of which every stretch holds about the mix of the whole; the longest stays first.
+
+    Args:
+        units: Longest first, as `plan_units` gives them.
+        lengths: int [N].
+        edges: Ascending bucket edges.
+
+    Returns:
+        The same units. Those of one bucket come in a fixed random order, so that no stretch has its longest.
+    """
+    of_bucket: dict[int, list[Unit]] = {}
+    for unit in units[1:]:
+        of_bucket.setdefault(_bucket(unit.batches[0], lengths, edges), []).append(unit)
+    due: list[tuple[float, int, Unit]] = []
+    for bucket, members in of_bucket.items():
+        total, given = sum(unit.tokens for unit in members), 0
+        for place in np.random.default_rng(len(members)).permutation(len(members)).tolist():
+            unit = members[place]
+            due.append(((given + unit.tokens / 2) / total, -bucket, unit))
+            given += unit.tokens
+    return [*units[:1], *(unit for _, _, unit in sorted(due, key=lambda entry: entry[:2]))]
 
 
 def pad_share(units: Sequence[Unit]) -> float:

@@ -14,6 +14,7 @@ from dflash.target import DTYPES
 
 _DEFAULT_TAPS = 5
 _FIRST_EDGE = 256
+ORDERS = ("longest-first", "mixed")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class ExtractConfig:
     """Consecutive ranks that hold one replica of the target."""
     force: bool = False
     """Start even where the disk cannot hold the result."""
+    order: str = "longest-first"
+    """Of the work: one of `ORDERS`. It changes no byte of any sample."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without the target.
@@ -69,6 +72,8 @@ class ExtractConfig:
             )
         if not 0 <= self.max_bad <= 1:
             raise ConfigError(f"--max-bad {self.max_bad} is a share of the samples, from 0 to 1")
+        if self.order not in ORDERS:
+            raise ConfigError(f"--order {self.order} is not one of {', '.join(ORDERS)}")
         if self.tp < 1:
             raise ConfigError(f"--tp {self.tp} must be at least 1")
         self.corpus  # noqa: B018 - checks its own fields

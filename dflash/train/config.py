@@ -11,6 +11,7 @@ import torch
 
 from dflash.errors import ConfigError
 from dflash.train.batches import AnchorConfig
+from dflash.train.following import FollowConfig
 from dflash.train.holdout import HoldoutConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
@@ -59,6 +60,8 @@ class TrainConfig:
     """Go on without samples that are damaged, recording them; otherwise the first one ends the run."""
     window_bytes: int | None = None
     """Most bytes of hidden states that one rank holds ready; None: 1 GiB, or two steps where that is more."""
+    follow: FollowConfig | None = None
+    """How a cache that is still being written is followed; None needs a complete one."""
 
     def __post_init__(self) -> None:
         """Refuse a run without an end, and parts that do not belong together.
@@ -93,6 +96,7 @@ class TrainConfig:
         tree = {part: asdict(getattr(self, part)) for part in parts} | {
             key: getattr(self, key) for key in own
         }
+        tree["follow"] = True if self.follow else None  # how long it waits may change
         return json.loads(json.dumps(tree))  # type: ignore[no-any-return]
 
 
@@ -117,3 +121,26 @@ class TrainResult:
         """One line for the terminal, and how to go on where the run was stopped."""
         line = f"{self.steps:,} steps, {self.tokens:,} tokens, loss {self.loss:.3f}: {self.checkpoint}"
         return line if self.stopped is None else f"{line}\nstopped by {self.stopped}; go on with --resume"
+
+
+def check_same(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Compare the settings of a checkpoint with those of the run that is to go on from it.
+
+    Raises:
+        ConfigError: they differ; names each with both values.
+    """
+    flat_saved, flat_now = _flat(saved), _flat(now)
+    changed = [
+        key for key in sorted(flat_saved.keys() | flat_now.keys()) if flat_saved.get(key) != flat_now.get(key)
+    ]
+    if changed:
+        both = "; ".join(f"{key}: was {flat_saved.get(key)!r}, now {flat_now.get(key)!r}" for key in changed)
+        raise ConfigError(f"--resume with other settings: {both}; use the first values or another --out")
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{part}.{key}" if isinstance(values, dict) else part: value
+        for part, values in tree.items()
+        for key, value in (values.items() if isinstance(values, dict) else [(part, values)])
+    }

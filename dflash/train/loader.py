@@ -13,7 +13,7 @@ from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, document
 from dflash.train.candidates import draw_negatives
 from dflash.train.faults import CorruptSample, read_sound
 from dflash.train.ready import DEFAULT_BYTES, ReadyLimits, ReadyWindow
-from dflash.train.sampler import Sampler, SamplerState, Step, batches_for
+from dflash.train.sampler import SamplerState, Step, batches_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dflash.cache.reader import CacheReader, Sample
+    from dflash.train.following import FollowSampler
     from dflash.train.pools import Draw
+    from dflash.train.sampler import Sampler
     from dflash.world import World
 
 TWO_STEPS = ReadyLimits(gate=1, steps=2, limit_bytes=DEFAULT_BYTES)
@@ -71,7 +73,7 @@ class StepLoader:
     def __init__(
         self,
         reader: CacheReader,
-        sampler: Sampler,
+        sampler: Sampler | FollowSampler,
         blocks: BlockPlan,
         world: World,
         device: torch.device,

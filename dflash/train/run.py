@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from dflash.cache.reader import CacheReader
 from dflash.cache.subset import subset
 from dflash.dist import barrier, device_of, max_over_ranks, sum_over_ranks
 from dflash.drafter import Drafter, init_weights
-from dflash.errors import CheckpointError, ConfigError
+from dflash.errors import CheckpointError, ConfigError, SourceStarved
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.lifeline import Lifeline
 from dflash.progress import Progress, warn
@@ -34,9 +36,10 @@ from dflash.train.checkpoint import (
     save_checkpoint,
     snapshot,
 )
-from dflash.train.config import PRECISIONS, TrainConfig
+from dflash.train.config import PRECISIONS, TrainConfig, check_same
 from dflash.train.evaluation import Best, Evaluator
 from dflash.train.faults import BadSteps, CorruptSample, record_corrupt
+from dflash.train.following import FollowSampler
 from dflash.train.holdout import split
 from dflash.train.loader import BlockPlan, LoadedStep, StepLoader, on_device
 from dflash.train.network import drafter_config
@@ -52,21 +55,32 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from dflash.train.follower import Follower
     from dflash.world import World
 
 
 class Run:
     """The parts of a run and its position."""
 
-    def __init__(self, config: TrainConfig, line: Lifeline, reader: CacheReader, head: TargetHead) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        line: Lifeline,
+        reader: CacheReader,
+        head: TargetHead,
+        follower: Follower | None = None,
+    ) -> None:
         world = line.board.world
-        self.config, self.world = config, world
+        self.config, self.world, self.follower = config, world, follower
         self.device = device_of(world)
         rows, held_out = split(reader.index.ids, config.holdout)
-        self.reader = reader if config.holdout.share == 0 else subset(reader, rows)
+        complete = config.holdout.share == 0 or follower is not None  # which leaves them out by itself
+        self.reader = reader if complete else subset(reader, rows)
         reader, held_out_reader = self.reader, subset(reader, held_out)
         identity = reader.manifest.identity
         self.limits = ready_limits(config.sampler, world, identity.bytes_per_token, config.window_bytes)
+        if follower is not None:  # which has a gate of its own
+            self.limits = replace(self.limits, gate=1)
         network = drafter_config(config.network, reader.cache, reader.manifest)
         shape = BlockShape(network.block_size, network.mask_token_id)
         self.blocks = BlockPlan(config.anchors, shape, config.objective.sampled_softmax, config.skip_corrupt)
@@ -80,14 +94,12 @@ class Run:
         self.drafter.to(self.device)
         head = head.to(self.device, PRECISIONS[config.precision])
         loss = DraftingLoss(self.drafter, head, config.objective, len(identity.bucket_edges))
-        self.evaluator = Evaluator(held_out_reader, head, world, self.device)
+        self.head, self.evaluator = head, Evaluator(held_out_reader, head, world, self.device)
         self.best = Best()
         self.module = over_ranks(loss, world, config.parallel)
         self.optimizer = build_optimizer(self.drafter, config.optim)
-        self.corpus = Corpus(
-            reader.index.lengths, reader.index.buckets, identity.bucket_edges, reader.index.digest()
-        )
-        self.sampler = Sampler(self.corpus, config.sampler, epochs=config.epochs)
+        self.edges = identity.bucket_edges
+        self.sampler = self._sampler()
         self.sampler_state: Any = self.sampler.state()
         self.done = self.consumed = 0  # steps, tokens
         self.saved: int | None = None  # step of the newest checkpoint
@@ -96,18 +108,25 @@ class Run:
         self.log = RunLog(config.out, identity.bucket_edges, self.sampler.quota, enabled=world.is_main)
 
     @classmethod
-    def open(cls, config: TrainConfig, world: World, line: Lifeline | None = None) -> Run:
+    def open(
+        cls,
+        config: TrainConfig,
+        world: World,
+        line: Lifeline | None = None,
+        follower: Follower | None = None,
+    ) -> Run:
         """Open the cache, build everything, and resume where asked.
 
         Args:
             config: What decides the run.
             world: This process.
             line: What tells it of the others; without one it does not learn that they have failed.
+            follower: What follows the cache, if it may be incomplete.
 
         Raises:
             ConfigError: `out` holds a run and `resume` is false, or the resumed run had other settings.
         """
-        reader = CacheReader(config.cache)
+        reader = CacheReader(config.cache) if follower is None else follower.reader
         line = line or Lifeline(Board(world, "run"))
         # one rank looks, so that all see the same, and each file is read once
         found = line.board.shared("newest", lambda: _name_of(latest_checkpoint(config.out)))
@@ -117,12 +136,14 @@ class Run:
                 f"--out {config.out} holds a run already; go on with --resume, or give another folder"
             )
         head = TargetHead.load(check_part(config.cache, reader.manifest, HEAD_NAME))
-        run = cls(config, line, reader, head)
+        run = cls(config, line, reader, head, follower)
         if newest is not None:
             run._restore(newest)
         barrier()  # nobody writes before all have looked
         if world.is_main:
             config.out.mkdir(parents=True, exist_ok=True)
+            if follower is not None:
+                follower.begin()
             record = config.settings() | {"cache": str(config.cache), "world_size": world.size}
             record |= {"cache_digest": reader.manifest.digest(), "drafter": asdict(run.drafter.config)}
             record |= {"bucket_edges": reader.manifest.identity.bucket_edges}
@@ -135,18 +156,43 @@ class Run:
 
     def _restore(self, checkpoint: Path) -> None:
         state = load_state(checkpoint)
-        _check_same(state.settings, self.config.settings())
-        self.sampler = Sampler(
-            self.corpus,
-            self.config.sampler,
-            epochs=self.config.epochs,
-            state=state.sampler,  # type: ignore[arg-type]
-        )
+        check_same(state.settings, self.config.settings())
+        self.sampler = self._sampler(state.sampler)
         restore(checkpoint, self.drafter, self.optimizer)
         self.done = self.saved = state.step
         self.sampler_state, self.mix_before = state.sampler, state.mix
         self.best = Best(**(state.best or {}))
         self.consumed = self.sampler.tokens
+
+    def _sampler(self, state: Any = None) -> Sampler | FollowSampler:
+        """The steps of the run, from the beginning or from a saved position."""
+        if self.follower is not None:
+            return self.follower.sampler(state)
+        return Sampler(self.corpus, self.config.sampler, epochs=self.config.epochs, state=state)
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """What the sampler knows of a complete cache."""
+        index = self.reader.index
+        return Corpus(index.lengths, index.buckets, self.edges, index.digest())
+
+    @contextmanager
+    def feeding(self) -> Iterator[None]:
+        """Around the loop: a cache that no longer delivers leaves a checkpoint; behind it nobody waits."""
+        try:
+            yield
+        except SourceStarved:
+            if self.done:
+                self.save(last=True)
+            raise
+        finally:
+            if self.follower is not None:
+                self.follower.close()
+
+    @property
+    def ended_by(self) -> str | None:
+        """What ended a wait for the cache, and the run with it, if anything did."""
+        return self.sampler.ended_by if isinstance(self.sampler, FollowSampler) else None
 
     @property
     def finished(self) -> bool:
@@ -200,10 +246,12 @@ class Run:
             self._skipped(loaded, losses, figures)
             return
         self.bad.good()
-        figures |= step_figures(totals, self.config.network.block_size, len(self.corpus.bucket_edges))
+        figures |= step_figures(totals, self.config.network.block_size, len(self.edges))
         figures |= {"lr": lr, "grad_norm": grad_norm}
         figures |= {"waited": loaded.waited, "ready_steps": loaded.ready, "window": self._window(loaded)}
-        held = self.corpus.tokens_by_bucket
+        held = self.sampler.tokens_by_bucket
+        if (follow := loaded.state.get("follow")) is not None:
+            figures["follow"] = follow
         self.log.add(figures, loaded.draws, time.perf_counter() - started, held)
 
     def _without(self, loaded: LoadedStep) -> dict[str, Any]:
@@ -235,7 +283,7 @@ class Run:
     def _window(self, loaded: LoadedStep) -> float:
         """Micro-batches in the simulated queue; without one, those that were ready to draw."""
         stream, slots = loaded.state["stream"], self.config.sampler.batches_per_step
-        level = window_level(stream, self.corpus.lengths, self.config.sampler.tokens_per_batch)
+        level = window_level(stream, self.sampler.lengths, self.config.sampler.tokens_per_batch)
         return float(loaded.ready * slots) if level is None else level
 
     def _epoch(self) -> float:
@@ -286,7 +334,12 @@ class Run:
         return self.best.evaluated < self.done // every * every
 
     def evaluate(self) -> None:
-        """Walk over the held-out samples, unless there are none or this step did so already."""
+        """Walk over the held-out samples, unless there are none or this step did so already.
+
+        Those of a cache that is followed are the same as in any other run: known once it is complete.
+        """
+        if self.follower is not None and not len(self.evaluator) and "follow" not in self.sampler_state:
+            self.evaluator = Evaluator(self.follower.held_out(), self.head, self.world, self.device)
         if not len(self.evaluator) or self.best.evaluated == self.done:
             return
         with gathered(self.module):
@@ -345,21 +398,3 @@ class Run:
 
 def _name_of(checkpoint: Path | None) -> str | None:
     return None if checkpoint is None else f"{checkpoint.parent.name}/{checkpoint.name}"
-
-
-def _check_same(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    flat_saved, flat_now = _flat(saved), _flat(now)
-    changed = [
-        key for key in sorted(flat_saved.keys() | flat_now.keys()) if flat_saved.get(key) != flat_now.get(key)
-    ]
-    if changed:
-        both = "; ".join(f"{key}: was {flat_saved.get(key)!r}, now {flat_now.get(key)!r}" for key in changed)
-        raise ConfigError(f"--resume with other settings: {both}; use the first values or another --out")
-
-
-def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"{part}.{key}" if isinstance(values, dict) else part: value
-        for part, values in tree.items()
-        for key, value in (values.items() if isinstance(values, dict) else [(part, values)])
-    }

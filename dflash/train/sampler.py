@@ -235,6 +235,16 @@ class Sampler:
         self._steps = self._compose(None if state is None else state["stream"])
 
     @property
+    def lengths(self) -> IntArray:
+        """Tokens of every sample, by row."""
+        return self.corpus.lengths
+
+    @property
+    def tokens_by_bucket(self) -> list[int]:
+        """Tokens that each bucket holds, `[buckets]`."""
+        return self.corpus.tokens_by_bucket
+
+    @property
     def epoch_tokens(self) -> int:
         """Tokens of one pass: `epoch_size`, or all that is held by the buckets that are drawn from."""
         held = zip(self._weights, self.corpus.tokens_by_bucket, strict=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dflash.errors import ConfigError
 from dflash.train.batches import AnchorConfig
 from dflash.train.config import TrainConfig
+from dflash.train.following import FollowConfig
 from dflash.train.holdout import HoldoutConfig
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
@@ -59,4 +61,14 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
         max_bad_steps=f["max_bad_steps"],
         skip_corrupt=f["skip_corrupt"],
         window_bytes=f["window_bytes"],
+        follow=_follow_config(f),
     )
+
+
+def _follow_config(flags: dict[str, Any]) -> FollowConfig | None:
+    follow = FollowConfig(flags["max_wait"], flags["on_starved"])
+    if flags["follow"]:
+        return follow
+    if follow != FollowConfig():
+        raise ConfigError("--max-wait and --on-starved say how a cache is followed; add --follow")
+    return None

@@ -21,6 +21,7 @@ from dflash.dist import device_of, max_over_ranks, process_group
 from dflash.lifeline import Lifeline, lifeline
 from dflash.stopping import StopFlag, stop_signals
 from dflash.train.config import TrainConfig, TrainResult
+from dflash.train.follower import Follower
 from dflash.train.run import Run
 from dflash.train.sampler import check_world
 
@@ -41,28 +42,34 @@ def train(config: TrainConfig, world: World) -> TrainResult:
         CacheError: the cache is missing, incomplete or damaged.
         CheckpointError: a resumed run has no whole checkpoint, or none that fits.
         TrainingError: the loss is no longer finite.
+        SourceStarved: the cache that is followed has not delivered; a checkpoint is left.
         RankFailed: another rank has failed, or is gone.
     """
     check_world(config.sampler, world)
     started = time.perf_counter()
     with ranks(world) as line, stop_signals() as stop:
-        run = Run.open(config, world, line)
+
+        def wish() -> int:
+            return _wish(stop, started, config)
+
+        follower = Follower(config, line.board, lambda: _name(wish())) if config.follow else None
+        run = Run.open(config, world, line, follower)
         with (
             run.loader() as loader,
             run.progress() as bar,
+            run.feeding(),
         ):
             first, stopped = time.perf_counter(), None
             for loaded in run.remaining(loader):
                 run.step(loaded)
                 bar.advance(run.log.last_tokens, run.log.summary(loader.waited))
-                if wish := run.agree(_wish(stop, started, config)):
-                    stopped = "--max-minutes" if wish == _TIME_IS_UP else signal.Signals(wish).name
+                if (stopped := _name(run.agree(wish()))) is not None:
                     break
                 if run.evaluation_due:
                     run.evaluate()
                 if run.done % config.save_every == 0:
                     run.save()
-            seconds = time.perf_counter() - first
+            seconds, stopped = time.perf_counter() - first, stopped or run.ended_by
             if stopped is None:
                 run.evaluate()
         checkpoint = run.save(last=True)
@@ -86,6 +93,11 @@ def ranks(world: World) -> Iterator[Lifeline]:
         board = Board(world, f"train-{max_over_ranks(start, device_of(world)):.0f}")
         with board.telling_failure(), lifeline(board) as line:
             yield line
+
+
+def _name(wish: int) -> str | None:
+    """What asks for a stop, for people."""
+    return "--max-minutes" if wish == _TIME_IS_UP else signal.Signals(wish).name if wish else None
 
 
 def _wish(stop: StopFlag, started: float, config: TrainConfig) -> int:

@@ -169,6 +169,7 @@ def test_a_folder_of_something_else_is_refused(config):
         ({"bucket_edges": (64, 32, 128)}, "--bucket-edges 64,32,128 must be ascending"),
         ({"bucket_edges": (64, 100)}, "must be ascending and end with --max-length 128"),
         ({"tokens_per_batch": 0}, "--tokens-per-batch 0"),
+        ({"order": "shortest-first"}, "--order shortest-first is not one of longest-first, mixed"),
         ({"max_length": 1, "bucket_edges": None}, "max_length 1"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.extract.plan import Unit, batches_of, pad_share, plan_units, remaining, units_of
+from dflash.extract.plan import Unit, batches_of, mixed_order, pad_share, plan_units, remaining, units_of
 
 EDGES = (8, 16, 64)
 lengths_ = st.lists(st.integers(1, 64), max_size=80).map(lambda x: np.asarray(x, dtype=np.int32))
@@ -117,3 +117,29 @@ def test_units_are_small_enough_to_even_out_the_end(size):
 
 def test_pad_share_counts_what_is_computed():
     assert pad_share([Unit((), 90, 100)]) == pytest.approx(0.1)
+
+
+@given(lengths_, st.integers(1, 100))
+def test_the_mixed_order_takes_the_same_units_the_longest_first(lengths, limit):
+    units = units_of(batches_of(lengths, ids_of(lengths), EDGES, 64), lengths, EDGES, limit)
+    mixed = mixed_order(units, lengths, EDGES)
+    assert sorted(map(id, mixed)) == sorted(map(id, units))
+    assert mixed[:1] == units[:1]
+
+
+def test_every_stretch_of_the_mixed_order_holds_all_lengths_in_about_their_shares():
+    lengths = np.random.default_rng(0).integers(1, 65, 4000).astype(np.int32)
+    units = units_of(batches_of(lengths, ids_of(lengths), EDGES, 64), lengths, EDGES, 200)
+    buckets = np.searchsorted(EDGES, lengths)
+    whole = np.bincount(buckets, weights=lengths, minlength=3) / lengths.sum()
+    mixed = mixed_order(units, lengths, EDGES)
+    for start in range(0, len(mixed) - 100, 50):
+        rows = np.concatenate([batch for unit in mixed[start : start + 100] for batch in unit.batches])
+        share = np.bincount(buckets[rows], weights=lengths[rows], minlength=3) / lengths[rows].sum()
+        assert np.abs(share - whole).sum() / 2 < 0.02
+    long = [u for u in mixed if lengths[u.batches[0][0]] > 16]  # inside a bucket too, lengths are mixed
+    halves = [
+        np.mean([lengths[u.batches[0][0]] for u in half])
+        for half in (long[: len(long) // 2], long[len(long) // 2 :])
+    ]
+    assert halves[0] == pytest.approx(halves[1], rel=0.1)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from support import write_cache
 from torch import Tensor
 from torch import distributed as torch_dist
 
+from dflash.cache.manifest import TARGET_CONFIG_NAME, create_cache
+from dflash.cache.planned import Planned, save_planned
+from dflash.cache.reader import CacheReader
+from dflash.cache.writer import CacheWriter, finalize
+from dflash.head import HEAD_NAME
 from dflash.train.batches import AnchorConfig
 from dflash.train.checkpoint import TENSORS_NAME
 from dflash.train.config import TrainConfig
@@ -38,6 +48,39 @@ def tiny_config(cache: Path, out: Path, **changes: Any) -> TrainConfig:
         "max_steps": 8,
     }
     return TrainConfig(cache, out, **(parts | changes))
+
+
+class Delivery:
+    """Fills a cache part by part, as a running extraction does.
+
+    Args:
+        cache: A new folder.
+        lengths: Tokens of all samples; ids count from 1.
+    """
+
+    def __init__(self, cache: Path, lengths: list[int]) -> None:
+        self.cache = cache
+        whole = write_cache(cache.with_name(f"{cache.name}-whole"), lengths)
+        with CacheReader(whole) as reader:
+            self._samples = reader.read(range(len(lengths)))
+            manifest, edges = reader.manifest, reader.manifest.identity.bucket_edges
+        self._manifest = create_cache(cache, replace(manifest, content_digest=None))
+        for name in (HEAD_NAME, TARGET_CONFIG_NAME):
+            shutil.copy(whole / name, cache)
+        save_planned(cache, Planned.of(np.array(lengths), edges))
+        self._left, self._lock = set(range(len(lengths))), threading.Lock()
+
+    def bring(self, *rows: int) -> None:
+        """Commit those of these samples that are not there yet."""
+        with self._lock, CacheWriter(self.cache, self._manifest, "w0") as writer:
+            for row in self._left.intersection(rows):
+                writer.write(self._samples[row])
+            self._left.difference_update(rows)
+
+    def finish(self) -> None:
+        """Commit what is left and mark the cache complete."""
+        self.bring(*self._left)
+        finalize(self.cache)
 
 
 def trained(checkpoint: Path) -> dict[str, Tensor]:
