@@ -61,6 +61,21 @@ def slow_rank(config: ExtractConfig, world: World) -> None:
     run_rank(config, world)
 
 
+def overlapping_rank(config: ExtractConfig, world: World) -> None:
+    """An extraction that has not finished before training has begun."""
+    real, log = Capturer.start, config.out.with_name("run") / LOG_NAME
+    batches = iter(range(1000))
+
+    def start(self, rows):
+        late = next(batches) >= 20
+        while late and (not log.exists() or log.read_text().count("\n") < 2):
+            time.sleep(0.01)
+        return real(self, rows)
+
+    Capturer.start = start
+    run_rank(config, world)
+
+
 def run_of(config: ExtractConfig, **changes) -> TrainConfig:
     run = TrainConfig(
         config.out,
@@ -81,7 +96,7 @@ def record_of(run: TrainConfig) -> list[dict]:
 
 
 def test_a_run_follows_a_real_extraction_and_sees_all_of_it_once(config):
-    (process,) = ranks = start_ranks(config, 1, slow_rank)
+    (process,) = ranks = start_ranks(config, 1, overlapping_rank)
     run = run_of(config, epochs=2)
     result = train(run, World())
     assert exit_codes(ranks) == [0]
@@ -90,7 +105,7 @@ def test_a_run_follows_a_real_extraction_and_sees_all_of_it_once(config):
     assert load_planned(config.out, EDGES).tokens == tuple(
         int(index.lengths[index.buckets == bucket].sum()) for bucket in range(3)
     )
-    assert sum(bool(decision.get("parts")) for decision in record_of(run)) > 3
+    assert sum(bool(decision.get("parts")) for decision in record_of(run)) > 1
     assert process.exitcode == 0
 
 
