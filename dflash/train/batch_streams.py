@@ -42,6 +42,7 @@ class QuotaBatches:
         shares: Their shares of the tokens, as positive integers.
         packing: How a step is divided, and what a sample costs.
         state: What `state()` returned, to resume.
+        caps: Tokens that a micro-batch of each bucket may hold; by default chosen from the pools.
     """
 
     def __init__(
@@ -51,10 +52,13 @@ class QuotaBatches:
         shares: Sequence[int] | None,
         packing: Packing,
         state: StreamState | None,
+        caps: Sequence[int] | None = None,
     ) -> None:
         self._tokens, self._shares = tokens, shares
         # Planning a pass looks at every sample of it, so a resume takes the numbers as saved.
-        caps = choose_caps(pools, shares or tokens, packing) if state is None else state["caps"]
+        if state is not None:
+            caps = state["caps"]
+        caps = caps or choose_caps(pools, shares or tokens, packing)
         passes = [None] * len(pools) if state is None else state["passes"]
         self._buckets = [
             EvenBatches(pool, packing, cap, saved)

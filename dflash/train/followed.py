@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from dflash.train.arrived import Arrived, FollowedPool, lower_edges
 from dflash.train.batch_streams import QuotaBatches
+from dflash.train.levels import choose_caps
+from dflash.train.packing import Packing
 from dflash.train.quota import EarliestDeadline
 
 if TYPE_CHECKING:
@@ -198,12 +200,14 @@ class FollowedBatches(FollowedQuota):
     Args:
         arrived: What there is.
         mix: As in `FollowedQuota`.
-        budget: Tokens of a micro-batch.
+        packing: How a step is divided.
         state: What `state()` returned, to resume.
     """
 
-    def __init__(self, arrived: Arrived, mix: Mix | None, budget: int, state: StreamState | None) -> None:
-        self._budget = budget
+    def __init__(
+        self, arrived: Arrived, mix: Mix | None, packing: Packing, state: StreamState | None
+    ) -> None:
+        self._packing, self._budget = packing, packing.budget
         self._open: list[tuple[list[Draw], int]] = [([], 0) for _ in arrived.rows]
         super().__init__(arrived, mix, state)
         later = (state or {}).get("later")
@@ -240,7 +244,10 @@ class FollowedBatches(FollowedQuota):
     def _ordinary(self, positions: Sequence[int], state: StreamState | None) -> QuotaBatches:
         buckets = [bucket for bucket, target in enumerate(self._targets) if target]
         pools = [self._arrived.ordinary(b, at) for b, at in zip(buckets, positions, strict=True)]
-        return QuotaBatches(pools, [self._targets[b] for b in buckets], None, self._budget, state)
+        held = [self._targets[b] for b in buckets]
+        # An ordinary run has chosen them at its beginning.
+        caps = choose_caps([self._arrived.ordinary(b, 0) for b in buckets], held, self._packing)
+        return QuotaBatches(pools, held, None, self._packing, state, caps)
 
     def _length(self, bucket: int) -> int | None:
         pool, (draws, tokens) = self._pools[bucket], self._open[bucket]

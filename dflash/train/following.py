@@ -20,7 +20,7 @@ from dflash.errors import CheckpointError, ConfigError
 from dflash.train.arrived import Arrived, Chunk, Source
 from dflash.train.batch_streams import BucketedSteps
 from dflash.train.followed import FollowedBatches, FollowedSamples
-from dflash.train.mix import bucket_weights
+from dflash.train.mix import bucket_weights, epoch_passes
 from dflash.train.position import STATE_VERSION, check_position
 from dflash.train.sampler import SamplerConfig, SamplerState, Step
 from dflash.train.streams import MixedSteps
@@ -177,6 +177,12 @@ class FollowSampler:
         """Tokens that each bucket will hold, as planned, until the cache is complete."""
         return list(self._arrived.targets)
 
+    @property
+    def passes(self) -> list[float]:
+        """How often each bucket's samples are drawn in one epoch, as planned, `[buckets]`."""
+        targets = self._arrived.targets
+        return epoch_passes(self._mix(targets), targets, None)
+
     def next_step(self) -> Step | None:
         """The next step, waiting for what it needs; None when all epochs are consumed or a signal came.
 
@@ -275,7 +281,7 @@ class FollowSampler:
         state, packing = self._before, self.config.packing
         try:
             if self.config.compose == "bucketed":
-                batches = FollowedBatches(self._arrived, mix, packing.budget, state)
+                batches = FollowedBatches(self._arrived, mix, packing, state)
                 self._stream: FollowedBatches | FollowedSamples = batches
                 self._steps: BucketedSteps | MixedSteps = BucketedSteps(batches, packing.slots)
             else:

@@ -241,7 +241,7 @@ class Sampler:
 
     @property
     def tokens_by_bucket(self) -> list[int]:
-        """Tokens that each bucket holds, `[buckets]`."""
+        """Tokens that each bucket holds."""
         return self.corpus.tokens_by_bucket
 
     @property
@@ -279,8 +279,7 @@ class Sampler:
 
     def __iter__(self) -> Iterator[Step]:
         """The remaining steps; without end when `epochs` is None."""
-        while (step := self.next_step()) is not None:
-            yield step
+        return iter(self.next_step, None)
 
     def state(self) -> SamplerState:
         """The position behind the last step taken.
@@ -318,7 +317,11 @@ class Sampler:
     def _batch_stream(self, state: StreamState | None) -> BatchStream:
         corpus, config = self.corpus, self.config
         if config.policy == "stratified":
-            held = [corpus.tokens_by_bucket[bucket] for bucket in self._active()]
+            held = [
+                tokens
+                for tokens, weight in zip(corpus.tokens_by_bucket, self._weights, strict=True)
+                if weight
+            ]
             shares = None if config.mix == "natural" else self._positive_weights()
             return QuotaBatches(self._pools(state), held, shares, config.packing, state)
         key = self._key("queue") if config.policy == "shuffle" else None
@@ -326,14 +329,11 @@ class Sampler:
         supply = Supply(config.supply, 0 if state is None else state["credit"])
         return QueueBatches(self._arrivals(state), corpus.lengths, corpus.buckets, queue, supply)
 
-    def _active(self) -> list[int]:
-        return [bucket for bucket, weight in enumerate(self._weights) if weight]
-
     def _positive_weights(self) -> list[int]:
         return [weight for weight in self._weights if weight]
 
     def _pools(self, state: StreamState | None) -> list[BucketPool]:
-        active = self._active()
+        active = [bucket for bucket, weight in enumerate(self._weights) if weight]
         positions: Sequence[int] = [0] * len(active) if state is None else state["positions"]
         corpus, seed = self.corpus, self.config.seed
         return [
@@ -348,15 +348,6 @@ class Sampler:
         return derive_key(purpose, self.corpus.digest, self.config.seed)
 
 
-def count_steps(corpus: Corpus, config: SamplerConfig, epochs: int) -> int:
-    """The exact number of steps in `epochs` passes, found by planning them (about 10 us a sample).
-
-    Raises:
-        ConfigError: as `Sampler`.
-    """
-    return sum(1 for _ in Sampler(corpus, config, epochs=epochs))
-
-
 def check_world(config: SamplerConfig, world: World) -> None:
     """Check that a step divides evenly among the ranks.
 
@@ -365,8 +356,7 @@ def check_world(config: SamplerConfig, world: World) -> None:
     """
     slots, ranks = config.batches_per_step, world.size
     if slots % ranks:
-        below, above = slots // ranks * ranks, -(-slots // ranks) * ranks
-        nearest = f"{below} or {above}" if below else str(above)
+        nearest = " or ".join(str(n * ranks) for n in (slots // ranks, slots // ranks + 1) if n)
         raise ConfigError(
             f"--batches-per-step {slots} does not divide among {ranks} ranks; use {nearest}, so that every "
             "rank runs the same number of micro-batches"
