@@ -4,7 +4,8 @@ A micro-batch holds the context of several documents one after another. Block i 
 document; it sees the context rows `[context_start[i], context_end[i])` (its document, strictly before its
 anchor) and all B slots of its own, and nothing else.
 
-Dimensions: T context rows, A blocks, B slots a block, h query heads, g key/value heads, d head size.
+Dimensions: T context rows, A blocks, B slots a block, Q of them that ask (all, or all but the first ones), h query
+heads, g key/value heads, d head size.
 
 Implementations of the same function:
 - `dense_attention`: one masked attention over everything; the oracle of the tests.
@@ -92,19 +93,19 @@ class KeyValue(NamedTuple):
 
 
 BlockAttention = Callable[[Tensor, KeyValue, KeyValue, BlockLayout], Tensor]
-"""`(query [A, B, h, d], context [T, g, d], block [A, B, g, d], layout) -> [A, B, h, d]`."""
+"""`(query [A, Q, h, d], context [T, g, d], block [A, B, g, d], layout) -> [A, Q, h, d]`."""
 
 
-def visible(layout: BlockLayout, context_rows: int, block_size: int) -> Tensor:
-    """Bool `[A*B, T + A*B]`: what each query row sees of `[context | all blocks]`."""
+def visible(layout: BlockLayout, context_rows: int, block_size: int, queries: int | None = None) -> Tensor:
+    """Bool `[A*Q, T + A*B]`: what each query row sees of `[context | all blocks]`; Q is B unless told."""
     blocks = layout.context_start.shape[0]
     device = layout.context_start.device
     row = torch.arange(context_rows, device=device)
     context = (row >= layout.context_start[:, None]) & (row < layout.context_end[:, None])
     own = torch.eye(blocks, dtype=torch.bool, device=device)
-    # per block [A, T + A*B], then repeated for its B query rows
+    # per block [A, T + A*B], then repeated for its query rows
     per_block = torch.cat([context, own.repeat_interleave(block_size, dim=1)], dim=1)
-    return per_block.repeat_interleave(block_size, dim=0)
+    return per_block.repeat_interleave(queries or block_size, dim=0)
 
 
 def _joined(context: KeyValue, block: KeyValue) -> KeyValue:
@@ -127,7 +128,7 @@ def _sdpa(query: Tensor, keys: KeyValue, mask: Tensor | None) -> Tensor:
 
 def dense_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:
     """One masked attention over all context and all blocks: simple, exact, quadratic."""
-    mask = visible(layout, context.key.shape[0], query.shape[1])
+    mask = visible(layout, context.key.shape[0], block.key.shape[1], query.shape[1])
     return _sdpa(query.flatten(0, 1), _joined(context, block), mask).view_as(query)
 
 
@@ -317,31 +318,35 @@ def flex_block_attention(
     """
     from torch.nn.attention import flex_attention as flex
 
-    blocks, size = query.shape[:2]
-    rows = context.key.shape[0]
+    blocks, asking = query.shape[:2]
     attend, make_mask = _compiled_flex() if compiled else (flex.flex_attention, flex.create_block_mask)
-    mask = _flex_mask(layout, rows, size, make_mask)
+    mask = _flex_mask(layout, context.key.shape[0], (asking, block.key.shape[1]), make_mask)
     joined = _joined(context, block)
-    # [A*B, h, d] -> [1, h, A*B, d]
+    # [A*Q, h, d] -> [1, h, A*Q, d]
     heads_first = [x.transpose(0, 1)[None] for x in (query.flatten(0, 1), *joined)]
     out = attend(*heads_first, block_mask=mask, enable_gqa=query.shape[2] != joined.key.shape[1])
-    return out[0].transpose(0, 1).reshape(blocks, size, *query.shape[2:])  # type: ignore[no-any-return]
+    return out[0].transpose(0, 1).reshape(blocks, asking, *query.shape[2:])  # type: ignore[no-any-return]
 
 
-def _flex_mask(layout: BlockLayout, rows: int, size: int, make_mask: Any) -> Any:
-    if "flex" in layout.memo:
-        return layout.memo["flex"]
+def _flex_mask(layout: BlockLayout, rows: int, slots: tuple[int, int], make_mask: Any) -> Any:
+    """The block mask for `(Q, B)` slots a block: one for all layers but the last, one for the last."""
+    asking, size = slots
+    key = f"flex {asking}"
+    if key in layout.memo:
+        return layout.memo[key]
     start, end = layout.context_start, layout.context_end
-    queries = start.shape[0] * size
+    blocks = start.shape[0]
 
     def sees(_batch: Tensor, _head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        own = q // size
+        own = q // asking
         in_context = (kv < rows) & (kv >= start[own]) & (kv < end[own])
         in_block = (kv >= rows) & ((kv - rows) // size == own)
         return in_context | in_block
 
-    layout.memo["flex"] = make_mask(sees, None, None, queries, rows + queries, device=start.device)
-    return layout.memo["flex"]
+    layout.memo[key] = make_mask(
+        sees, None, None, blocks * asking, rows + blocks * size, device=start.device
+    )
+    return layout.memo[key]
 
 
 def attention_for(device: torch.device) -> BlockAttention:

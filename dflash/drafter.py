@@ -16,6 +16,7 @@ d head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,38 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape with `size` as its last axis; the dtype of `x` is kept."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x.float(), self.weight.float(), self.eps).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, in float32."""
+    if x.device.type == "cpu" and torch.is_grad_enabled():
+        return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The norm with its gradient in a few passes: CPUs have a kernel for its values only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`[..., size] -> [..., size]`."""
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Of `x` and `weight`."""
+        x, weight = ctx.saved_tensors
+        rows, given = x.reshape(-1, len(weight)), upstream[0].reshape(-1, len(weight))
+        square = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_()
+        scale = square.div_(len(weight)).add_(ctx.eps).rsqrt_()  # [rows, 1]
+        d_weight = (given * rows).T @ scale
+        slope = given * weight
+        along = torch.linalg.vecdot(slope, rows)[:, None] * scale.pow(3) / -len(weight)
+        d_x = slope.mul_(scale).addcmul_(rows, along)
+        return d_x.view(x.shape), d_weight[:, 0], None
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -121,10 +153,44 @@ def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tens
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply RoPE to `[..., heads, d]`."""
+    """Apply RoPE to `[..., heads, d]`, in its dtype."""
+    if x.device.type == "cpu":
+        return _Rotation.apply(x, *cos_sin)  # type: ignore[no-any-return,no-untyped-call]
     cos, sin = (part.to(x.dtype) for part in cos_sin)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+class _Rotation(torch.autograd.Function):
+    """RoPE half by half; the gradient turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`[..., heads, d]` by `[..., 1, d]`, whose halves are equal."""
+        half = x.shape[-1] // 2
+        ctx.turn = cos[..., :half].to(x.dtype), sin[..., :half].to(x.dtype)
+        return _turned(x, *ctx.turn, direction=1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        """Of `x`."""
+        return _turned(upstream[0], *ctx.turn, direction=-1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
+    out = torch.empty_like(x)
+    (low, high), (new_low, new_high) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(low, cos, out=new_low).addcmul_(high, sin, value=-direction)
+    torch.mul(high, cos, out=new_high).addcmul_(low, sin, value=direction)
+    return out
+
+
+def joined(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """Outputs of several linear layers on the same rows by one matrix product."""
+    weight = torch.cat([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    out = F.linear(x, weight, torch.cat(biases) if biases else None)
+    return out.split([layer.out_features for layer in layers], dim=-1)
 
 
 class Attention(nn.Module):
@@ -143,16 +209,23 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         # [..., heads * d] -> [..., heads, d]; there may be no rows at all
-        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
+        return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim))
+
+    def _key_value(self, key: Tensor, value: Tensor, cos_sin: tuple[Tensor, Tensor]) -> KeyValue:
+        return KeyValue(rotate(self.k_norm(self._heads(key)), cos_sin), self._heads(value))
 
     def key_value(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> KeyValue:
         """Rotated keys and values `[..., g, d]` of rows `[..., H]`, the same way for context and block."""
-        key = rotate(self.k_norm(self._heads(self.k_proj(x))), cos_sin)
-        return KeyValue(key, self._heads(self.v_proj(x)))
+        return self._key_value(*joined(x, self.k_proj, self.v_proj), cos_sin)
 
-    def query(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotated queries `[..., h, d]` of rows `[..., H]`."""
-        return rotate(self.q_norm(self._heads(self.q_proj(x))), cos_sin)
+    def query_key_value(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], first_slot: int
+    ) -> tuple[Tensor, KeyValue]:
+        """Queries `[A, B - first_slot, h, d]`, keys and values `[A, B, g, d]` of blocks `[A, B, H]`."""
+        query, key, value = joined(x, self.q_proj, self.k_proj, self.v_proj)
+        asking = self.q_norm(self._heads(query[:, first_slot:]))
+        cos, sin = (part[:, first_slot:] for part in cos_sin)
+        return rotate(asking, (cos, sin)), self._key_value(key, value, cos_sin)
 
 
 class MLP(nn.Module):
@@ -166,7 +239,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., H] -> [..., H]`."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        gate, up = joined(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class DrafterLayer(nn.Module):
@@ -186,11 +260,11 @@ class DrafterLayer(nn.Module):
         cos_sin: tuple[Tensor, Tensor],
         layout: BlockLayout,
         attention: BlockAttention,
+        first_slot: int = 0,
     ) -> Tensor:
-        """Block states `[A, B, H]` to block states."""
-        normed = self.input_layernorm(x)
-        query, own = self.self_attn.query(normed, cos_sin), self.self_attn.key_value(normed, cos_sin)
-        x = x + self.self_attn.o_proj(attention(query, context, own, layout).flatten(2))
+        """Block states `[A, B, H]` to those of the slots from `first_slot` on, `[A, B - first_slot, H]`."""
+        query, own = self.self_attn.query_key_value(self.input_layernorm(x), cos_sin, first_slot)
+        x = x[:, first_slot:] + self.self_attn.o_proj(attention(query, context, own, layout).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -230,12 +304,17 @@ class Drafter(nn.Module):
         context: list[KeyValue],
         layout: BlockLayout,
         attention: BlockAttention | None = None,
+        first_slot: int = 0,
     ) -> Tensor:
-        """Normed output states `[A, B, H]` of embedded blocks `[A, B, H]` at absolute positions `[A, B]`."""
+        """Normed output states of embedded blocks `[A, B, H]` at absolute positions `[A, B]`.
+
+        The last layer computes the slots from `first_slot` on: `[A, B - first_slot, H]`.
+        """
         attend = attention or attention_for(blocks.device)
         cos_sin = self.rotary(positions)
-        for layer, rows in zip(self.layers, context, strict=True):
-            blocks = layer(blocks, rows, cos_sin, layout, attend)
+        last = len(self.layers) - 1
+        for number, (layer, rows) in enumerate(zip(self.layers, context, strict=True)):
+            blocks = layer(blocks, rows, cos_sin, layout, attend, first_slot if number == last else 0)
         return self.norm(blocks)  # type: ignore[no-any-return]
 
     def forward(
@@ -245,6 +324,7 @@ class Drafter(nn.Module):
         features: Tensor,
         context_positions: Tensor,
         layout: BlockLayout,
+        first_slot: int = 0,
     ) -> Tensor:
         """Training pass over a packed micro-batch.
 
@@ -254,11 +334,13 @@ class Drafter(nn.Module):
             features: Tapped hidden states of all documents, packed, `[T, K*H]`.
             context_positions: Positions within their documents `[T]`.
             layout: What each block sees.
+            first_slot: The first slot whose state is wanted; 1 leaves the anchors out.
 
         Returns:
-            Normed states `[A, B, H]`; slot k's logits are for the token at position anchor + k.
+            Normed states `[A, B - first_slot, H]`; slot k's logits are for the token at position anchor + k.
         """
-        return self.denoise(blocks, positions, self.context_key_values(features, context_positions), layout)
+        context = self.context_key_values(features, context_positions)
+        return self.denoise(blocks, positions, context, layout, first_slot=first_slot)
 
 
 def init_weights(drafter: Drafter, seed: int) -> None:

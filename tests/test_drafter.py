@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash.attention import BlockLayout, dense_attention, lone_attention
-from dflash.drafter import Drafter, init_weights, rotary, rotate
+from dflash.drafter import Drafter, init_weights, rms_norm, rotary, rotate
 from dflash.errors import ConfigError
 from dflash.train.batches import BlockShape, Document, pack
 
@@ -195,3 +195,54 @@ def test_rope_depends_on_the_distance_alone():
 def test_a_config_that_cannot_work_is_refused_with_its_value(changes, text):
     with pytest.raises(ConfigError, match=text):
         drafter_config(**changes)
+
+
+def test_the_norm_has_the_values_and_gradients_of_the_formula():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 3, 16), (16,)))
+    upstream = torch.randn(5, 3, 16, generator=generator)
+
+    def formula(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    results = []
+    for function, dtype in ((formula, torch.float64), (lambda x, w: rms_norm(x, w, 1e-6), torch.float32)):
+        leaves = [x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, upstream.to(dtype))])
+    for oracle, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, oracle.float(), atol=2e-6, rtol=2e-5)
+
+
+def test_the_rotation_has_the_values_and_gradients_of_the_formula():
+    generator = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(2, 7, 3, 8, generator=generator) for _ in range(2))
+    cos, sin = rotary(torch.arange(14).view(2, 7), 8, 10000.0)
+    results = []
+    for function in (lambda x: rotate(x, (cos, sin)), lambda x: x * cos + _half_turned(x) * sin):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        results.append((out, *torch.autograd.grad(out, leaf, upstream)))
+    for ours, oracle in zip(*results, strict=True):
+        torch.testing.assert_close(ours, oracle)
+
+
+def _half_turned(x):
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([-high, low], dim=-1)
+
+
+@pytest.mark.parametrize("first_slot", [1, 2])
+def test_slots_that_are_not_wanted_change_nothing_of_the_others(table, first_slot):
+    drafter = Drafter(drafter_config())
+    init_weights(drafter, seed=1)
+    batch = pack(make_documents(), BlockShape(drafter.config.block_size, MASK))
+    blocks = F.embedding(batch.block_ids, table)
+    inputs = (blocks, batch.block_positions, batch.features, batch.context_positions, batch.layout)
+    whole = drafter(*inputs)[:, first_slot:]
+    part = drafter(*inputs, first_slot=first_slot)
+    torch.testing.assert_close(part, whole, atol=1e-6, rtol=1e-5)
+    parameters = list(drafter.parameters())
+    oracle = torch.autograd.grad(whole.square().sum(), parameters)
+    for ours, expected in zip(torch.autograd.grad(part.square().sum(), parameters), oracle, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)

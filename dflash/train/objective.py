@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 from dflash.train.candidates import candidates
 from dflash.train.parallel import zero_of
 
-LOGIT_ROWS = 256
-"""Positions whose logits exist at once: large enough for the matrix product, small enough to stay cheap."""
+LOGIT_ROWS = 512
+"""Positions whose logits exist at once, at most: enough rows for the matrix product to run at full speed."""
+LOGIT_BYTES = 1 << 26
+"""What these logits take at most: with a large vocabulary they are fewer."""
+SOFTMAX_ROWS = 64
+"""Positions whose float32 probabilities exist at once on a CPU: they stay in its cache."""
 
 _PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -123,14 +127,13 @@ class HeadCrossEntropy(torch.autograd.Function):
         loss = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(rows)
-        for start in range(0, len(labels), LOGIT_ROWS):
-            part = slice(start, start + LOGIT_ROWS)
-            logits = _shifted(_capped(rows[part] @ lm_head.T, softcap), shift)
-            loss[part], correct[part], slope = _softmax_loss(logits, labels[part])
-            if softcap is not None:
-                raw = logits.float() if shift is None else logits - shift
-                slope *= 1 - (raw / softcap).square()
-            gradient[part] = slope.to(rows.dtype) @ lm_head
+        step = max(min(LOGIT_ROWS, LOGIT_BYTES // (lm_head.shape[0] * lm_head.element_size())), 1)
+        buffer = rows.new_empty(min(step, len(labels)), lm_head.shape[0])
+        for start in range(0, len(labels), step):
+            part = slice(start, start + step)
+            logits = torch.mm(rows[part], lm_head.T, out=buffer[: len(rows[part])])
+            loss[part], correct[part] = _to_slopes(logits, labels[part], softcap, shift)
+            torch.mm(logits, lm_head, out=gradient[part])
         ctx.save_for_backward(gradient)
         ctx.hidden_dtype = hidden.dtype
         ctx.mark_non_differentiable(correct)
@@ -143,12 +146,19 @@ class HeadCrossEntropy(torch.autograd.Function):
         return (gradient.float() * upstream[0][:, None]).to(ctx.hidden_dtype), None, None, None, None
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def _shifted(logits: Tensor, shift: Tensor | None) -> Tensor:
-    return logits if shift is None else logits.float() + shift
+def _to_slopes(
+    raw: Tensor, labels: Tensor, softcap: float | None, shift: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Loss and correctness of logits `[p, V]`, which become the slopes of the loss with respect to them."""
+    rows = SOFTMAX_ROWS if raw.device.type == "cpu" else max(len(raw), 1)
+    results = []
+    for part, wanted in zip(raw.split(rows), labels.split(rows), strict=True):
+        capped = part if softcap is None else torch.tanh(part / softcap) * softcap
+        loss, correct, slope = _softmax_loss(capped if shift is None else capped.float() + shift, wanted)
+        part.copy_(slope if softcap is None else slope.mul_(1 - (capped.float() / softcap).square()))
+        results.append((loss, correct))
+    losses, hits = zip(*results, strict=True)
+    return torch.cat(losses), torch.cat(hits)
 
 
 def _softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,10 +200,11 @@ class DraftingLoss(nn.Module):
             batch.features.to(dtype),
             batch.context_positions,
             batch.layout,
+            first_slot=1,
         )
         counted = batch.counted
-        # only counted slots reach the lm_head: [A, B-1, H] -> [P, H]
-        positions = hidden[:, 1:][counted]
+        # only counted slots reach the lm_head: [A, B-1, H] -> [P, H]; an index has a cheaper gradient than a mask
+        positions = hidden.flatten(0, 1).index_select(0, counted.flatten().nonzero()[:, 0])
         ce, hit = self._cross_entropy(positions, batch.labels[counted], batch.negatives)
         return self._sums(batch, ce, hit)
 
