@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/train_step.py [ROUNDS]
 
-Hidden size 512, intermediate 1536, 5 layers, 8/4 heads, vocabulary 32,000, blocks of 16, 128 anchors a sequence,
-2 x 1024 and 2 x 2048 tokens, bfloat16; the same weights, tokens, features, anchors and loss positions for all,
-which the printed losses show. Each arm is a process of its own; they take turns, so that noise of the machine
-falls on all. A ratio is the median over rounds of the peer's forward and backward time over ours in that round.
+Hidden size 512, intermediate 1536, 5 layers, 8/4 heads, vocabulary 32,000, blocks of 16, 128 anchors a
+sequence, 2 x 1024 and 2 x 2048 tokens, bfloat16; the same weights, tokens, features, anchors and loss
+positions for all, which the printed losses show. Each arm is a process of its own; they take turns, so that
+noise of the machine falls on all. A ratio is the median over rounds of the peer's forward and backward time
+over ours in that round.
 
 `gemm_share`: time of the step's products with weights alone, replayed at the same shapes, over the step.
 `memory`: peak resident memory behind the inputs (weights, optimizer and all), ours over the peer's.

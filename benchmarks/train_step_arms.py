@@ -1,8 +1,8 @@
-"""One training step, by our code or a peer's, on the same weights, tokens, features, anchors and loss positions.
+"""One training step, by our code or a peer's, on the same weights, tokens, anchors and loss positions.
 
-Run by `train_step.py`, one process an arm: `train_step_arms.py ARM TOKENS`. It builds the arm, prints a line of
-JSON, and then answers each line on its standard input with one: `step` is a whole step, `products` the matrix
-products of our step alone, `parts` our step part by part, `memory` the peak so far.
+Run by `train_step.py`, one process an arm: `train_step_arms.py ARM TOKENS`. It builds the arm, prints a line
+of JSON, and then answers each line on its standard input with one: `step` is a whole step, `products` the
+matrix products of our step alone, `parts` our step part by part, `memory` the peak so far.
 
 Each arm computes in bfloat16 the way its own trainer does: ours and speculators with float32 weights under
 autocast, SpecForge with bfloat16 weights and float32 masters in its own optimizer.
@@ -166,14 +166,12 @@ def specforge(job: Job) -> Arm:
 
 
 def speculators(job: Job) -> Arm:
-    """speculators' `DFlashDraftModel` with `sdpa` and cross-entropy, packed, under its trainer's autocast.
+    """The `DFlashDraftModel` of speculators with `sdpa` and cross-entropy, packed, under autocast.
 
     It takes labels from the target's last hidden states: rows of the `lm_head` that point at the next tokens.
     """
     core = importlib.import_module("speculators.models.dflash.core")
-    from speculators.losses import ce_loss
-
-    ce_eager = importlib.import_module("speculators.losses.eager").ce_loss if ce_loss else ce_loss
+    ce_eager = importlib.import_module("speculators.losses.eager").ce_loss  # the fused one wants Triton
     model = core.DFlashDraftModel(_speculators_config())
     weights = our_weights() | {f"{name}.weight": job.lm_head for name in ("lm_head", "verifier_lm_head")}
     weights |= {"embed_tokens.weight": job.embedding, "verifier_norm.weight": torch.ones(HIDDEN)}
@@ -279,7 +277,7 @@ class Products(TorchDispatchMode):
 
 
 def _alike(tensor: Tensor) -> Tensor:
-    # the same shape, strides and dtype, a shared value: what is timed is the product, not the reading of new memory
+    # the same shape, strides and dtype: what is timed is the product alone
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(0.01)
 
 
@@ -303,9 +301,7 @@ def parts(loss: DraftingLoss, batch: Any) -> dict[str, float]:
 
     def attention() -> tuple[Tensor]:
         pair = type(seen)
-        return (
-            attention_for(states.device)(leaves[0], pair(*leaves[1:3]), pair(*leaves[3:]), batch.layout),
-        )
+        return (attention_for(states.device)(leaves[0], pair(*leaves[1:3]), pair(*leaves[3:]), batch.layout),)
 
     layers = CONFIG.num_hidden_layers
     jobs: dict[str, tuple[int, Callable[[], tuple[Tensor, ...]]]] = {

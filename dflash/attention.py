@@ -4,8 +4,8 @@ A micro-batch holds the context of several documents one after another. Block i 
 document; it sees the context rows `[context_start[i], context_end[i])` (its document, strictly before its
 anchor) and all B slots of its own, and nothing else.
 
-Dimensions: T context rows, A blocks, B slots a block, Q of them that ask (all, or all but the first ones), h query
-heads, g key/value heads, d head size.
+Dimensions: T context rows, A blocks, B slots a block, Q of them that ask (all, or all but the
+first ones), h query heads, g key/value heads, d head size.
 
 Implementations of the same function:
 - `dense_attention`: one masked attention over everything; the oracle of the tests.
@@ -142,11 +142,11 @@ def lone_attention(query: Tensor, context: KeyValue, block: KeyValue, _layout: B
 
 def grouped_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:
     """The same, group by group; work grows with what is visible, not with the micro-batch."""
-    return _Grouped.apply(query, *context, *block, layout) if layout.groups else query  # type: ignore[no-any-return,no-untyped-call]
+    return _Grouped.apply(query, *context, *block, layout) if layout.groups else query  # type: ignore[no-untyped-call]
 
 
 class _Heads(NamedTuple):
-    """Tensors with key/value heads first, so that a group is a strided slice and each step one batched product.
+    """Tensors with key/value heads first: a group is a strided slice, and each step one batched product.
 
     R = Q * (h / g) rows a block: the query slots of all heads that share a key/value head.
     """
@@ -164,7 +164,7 @@ class _Heads(NamedTuple):
 
     def own(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Products of each block's rows `[g, A, R, x]` with its own `[g, A, x, y]`: `[g, A, R, y]`."""
-        return torch.bmm(rows.flatten(0, 1), keys.flatten(0, 1)).unflatten(0, rows.shape[:2])
+        return torch.unflatten(torch.bmm(rows.flatten(0, 1), keys.flatten(0, 1)), 0, rows.shape[:2])
 
     @property
     def scale(self) -> float:
@@ -173,7 +173,7 @@ class _Heads(NamedTuple):
 
 
 class _Grouped(torch.autograd.Function):
-    """Scores of a group are `[its context | its own block]`: other blocks of the group are never multiplied.
+    """Scores of a row are `[its group's context | its own block]`; other blocks are never multiplied.
 
     The weights of one group exist at a time, in one reused buffer; the backward pass computes them again.
     """
@@ -247,12 +247,12 @@ class _Summed(NamedTuple):
 
 def _rows_first(x: Tensor, kv_heads: int) -> Tensor:
     # [A, Q, h, d] -> [g, A, Q * h/g, d]
-    return x.unflatten(2, (kv_heads, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3).contiguous()
+    return torch.unflatten(x, 2, (kv_heads, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3).contiguous()
 
 
 def _slots_first(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     # [g, A, Q * h/g, d] -> [A, Q, h, d]
-    return x.unflatten(2, (shape[1], -1)).permute(1, 2, 0, 3, 4).reshape(shape)
+    return torch.unflatten(x, 2, (shape[1], -1)).permute(1, 2, 0, 3, 4).reshape(shape)
 
 
 def _heads_first(query: Tensor, context: KeyValue, block: KeyValue) -> _Heads:
@@ -264,7 +264,9 @@ def _heads_first(query: Tensor, context: KeyValue, block: KeyValue) -> _Heads:
 
 
 def _group_weights(heads: _Heads, own: Tensor, layout: BlockLayout) -> Iterator[tuple[Group, Tensor]]:
-    """Attention weights `[g, n*R, C + B]` of each group over `[its context | own block]`; a view of one buffer.
+    """Attention weights `[g, n*R, C + B]` of each group over `[its context | own block]`.
+
+    All are views of one buffer, so each is gone when the next one comes.
 
     Args:
         heads: Queries and keys.
@@ -283,15 +285,15 @@ def _group_weights(heads: _Heads, own: Tensor, layout: BlockLayout) -> Iterator[
         context = scores[..., :width]
         torch.baddbmm(nothing, queries, keys.mT, beta=0, alpha=heads.scale, out=context)
         scores[..., width:] = heads.rows(own, group)
-        tail = context[..., width - hidden.shape[1] :].unflatten(1, (blocks, rows))
+        tail = torch.unflatten(context[..., width - hidden.shape[1] :], 1, (blocks, rows))
         tail.masked_fill_(hidden[None, :, None, :], -math.inf)
         yield group, torch.softmax(scores, dim=-1, out=scores)
 
 
 def _hidden(layout: BlockLayout) -> list[Tensor]:
-    """Which of each group's last context rows its blocks do not see, bool `[n, rows]`; the same in every layer.
+    """Which of each group's last context rows its blocks do not see, bool `[n, rows]`.
 
-    The rows before its first anchor are seen by all.
+    All see the rows before its first anchor. Every layer uses the same.
     """
     if "hidden" not in layout.memo:
         ends = layout.context_end
@@ -343,9 +345,7 @@ def _flex_mask(layout: BlockLayout, rows: int, slots: tuple[int, int], make_mask
         in_block = (kv >= rows) & ((kv - rows) // size == own)
         return in_context | in_block
 
-    layout.memo[key] = make_mask(
-        sees, None, None, blocks * asking, rows + blocks * size, device=start.device
-    )
+    layout.memo[key] = make_mask(sees, None, None, blocks * asking, rows + blocks * size, device=start.device)
     return layout.memo[key]
 
 

@@ -186,11 +186,13 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
 
 
 def joined(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """Outputs of several linear layers on the same rows by one matrix product."""
-    weight = torch.cat([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    out = F.linear(x, weight, torch.cat(biases) if biases else None)
-    return out.split([layer.out_features for layer in layers], dim=-1)
+    """Outputs of linear layers on the same rows; in training, where rows are many, by one matrix product."""
+    if not torch.is_grad_enabled():
+        return tuple(layer(x) for layer in layers)
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    out = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    return torch.split(out, [layer.out_features for layer in layers], dim=-1)
 
 
 class Attention(nn.Module):
@@ -209,14 +211,15 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         # [..., heads * d] -> [..., heads, d]; there may be no rows at all
-        return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim))
+        return torch.unflatten(x, -1, (x.shape[-1] // self.head_dim, self.head_dim))
 
     def _key_value(self, key: Tensor, value: Tensor, cos_sin: tuple[Tensor, Tensor]) -> KeyValue:
         return KeyValue(rotate(self.k_norm(self._heads(key)), cos_sin), self._heads(value))
 
     def key_value(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> KeyValue:
         """Rotated keys and values `[..., g, d]` of rows `[..., H]`, the same way for context and block."""
-        return self._key_value(*joined(x, self.k_proj, self.v_proj), cos_sin)
+        key, value = joined(x, self.k_proj, self.v_proj)
+        return self._key_value(key, value, cos_sin)
 
     def query_key_value(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], first_slot: int

@@ -199,7 +199,9 @@ def test_a_config_that_cannot_work_is_refused_with_its_value(changes, text):
 
 def test_the_norm_has_the_values_and_gradients_of_the_formula():
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 3, 16), (16,)))
+    x, weight = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 3, 16), (16,))
+    )
     upstream = torch.randn(5, 3, 16, generator=generator)
 
     def formula(x, weight):

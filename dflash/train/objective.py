@@ -152,7 +152,7 @@ def _to_slopes(
     """Loss and correctness of logits `[p, V]`, which become the slopes of the loss with respect to them."""
     rows = SOFTMAX_ROWS if raw.device.type == "cpu" else max(len(raw), 1)
     results = []
-    for part, wanted in zip(raw.split(rows), labels.split(rows), strict=True):
+    for part, wanted in zip(torch.split(raw, rows), torch.split(labels, rows), strict=True):
         capped = part if softcap is None else torch.tanh(part / softcap) * softcap
         loss, correct, slope = _softmax_loss(capped if shift is None else capped.float() + shift, wanted)
         part.copy_(slope if softcap is None else slope.mul_(1 - (capped.float() / softcap).square()))
@@ -203,8 +203,9 @@ class DraftingLoss(nn.Module):
             first_slot=1,
         )
         counted = batch.counted
-        # only counted slots reach the lm_head: [A, B-1, H] -> [P, H]; an index has a cheaper gradient than a mask
-        positions = hidden.flatten(0, 1).index_select(0, counted.flatten().nonzero()[:, 0])
+        # only counted slots reach the lm_head: [A, B-1, H] -> [P, H]; an index has a cheap gradient
+        places = counted.flatten().nonzero()[:, 0]
+        positions = hidden.flatten(0, 1).index_select(0, places)
         ce, hit = self._cross_entropy(positions, batch.labels[counted], batch.negatives)
         return self._sums(batch, ce, hit)
 

@@ -56,10 +56,11 @@ class SplitLayer(nn.Module):
         cos_sin: tuple[Tensor, Tensor],
         layout: BlockLayout,
         attention: BlockAttention,
+        first_slot: int,
     ) -> Tensor:
         """Block states `[A, B, H]` to block states; the context is its states `[T, H]` and RoPE factors."""
         rows: KeyValue = self.layer.self_attn.key_value(*context)
-        return self.layer(blocks, rows, cos_sin, layout, attention)  # type: ignore[no-any-return]
+        return self.layer(blocks, rows, cos_sin, layout, attention, first_slot)  # type: ignore[no-any-return]
 
 
 class SplitDrafter(nn.Module):
@@ -87,13 +88,16 @@ class SplitDrafter(nn.Module):
         features: Tensor,
         context_positions: Tensor,
         layout: BlockLayout,
+        first_slot: int = 0,
     ) -> Tensor:
         """As `Drafter.forward`."""
         (drafter,), attention = self._whole, attention_for(blocks.device)
         context = drafter.fuse(features), drafter.rotary(context_positions)
         cos_sin = drafter.rotary(positions)
-        for layer in self.layers:
-            blocks = layer(blocks, context, cos_sin, layout, attention)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            slot = first_slot if number == last else 0
+            blocks = layer(blocks, context, cos_sin, layout, attention, slot)
         return drafter.norm(blocks)  # type: ignore[no-any-return]
 
     def exchange(self, wanted: bool) -> None:
