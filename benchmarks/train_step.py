@@ -21,11 +21,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from peer_env import peer_python
+from peers_env import bench_python
 
 HERE = Path(__file__).resolve().parent
 SIZES = (1024, 2048)
 PEERS = ("specforge", "speculators")
+PACKAGES = {
+    "specforge": ["specforge==0.2.0"],
+    "speculators": ["speculators==0.9.0"],
+    "what their training steps import": [
+        *("hs-connectors==0.9.0", "openai", "jiter", "distro", "sniffio"),
+        *("loguru", "pydantic-settings", "python-dotenv"),
+    ],
+}
 
 
 class Arm:
@@ -34,7 +42,7 @@ class Arm:
     def __init__(self, name: str, tokens: int) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [peer_python(), HERE / "train_step_arms.py", name, str(tokens)],
+            [bench_python(PACKAGES), HERE / "train_step_arms.py", name, str(tokens)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
