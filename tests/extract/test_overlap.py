@@ -16,7 +16,7 @@ from extract_runs import exit_codes, run_rank, start_ranks
 from support import write_target
 
 from dflash.cache import growing
-from dflash.cache.index import load_index
+from dflash.cache.index import fragment_path, load_index
 from dflash.cache.manifest import load_manifest
 from dflash.cache.planned import load_planned
 from dflash.errors import SourceStarved
@@ -143,7 +143,7 @@ def test_an_extraction_that_delivers_the_longest_first_is_waited_for_until_all_l
     assert exit_codes(ranks) == [0]
     manifest = load_manifest(config.out)
     names = [name for part in record_of(run)[0]["parts"] for name in part]
-    first = load_index(config.out, manifest, names=names)
+    first = load_index(config.out, manifest, [fragment_path(config.out, name) for name in names])
     assert set(first.buckets.tolist()) == {0, 1, 2}
     assert len(np.unique(load_index(config.out, manifest).buckets)) == 3
     assert result.tokens == int(load_index(config.out, manifest).lengths.sum())
