@@ -18,6 +18,7 @@ from dflash.commands.compare import compare
 from dflash.commands.demo import demo
 from dflash.commands.evaluate import evaluate_command, generate
 from dflash.commands.extract import extract
+from dflash.commands.regenerate import regenerate
 from dflash.commands.sample import sample
 from dflash.commands.train import train
 
@@ -28,7 +29,7 @@ def cli() -> None:
     """Train DFlash drafters for speculative decoding: extract hidden states once, train many times."""
 
 
-for _command in (extract, sample, train, compare, evaluate_command, generate, cache, demo):
+for _command in (regenerate, extract, sample, train, compare, evaluate_command, generate, cache, demo):
     cli.add_command(_command)
 
 

@@ -11,6 +11,7 @@ DflashError
 ├── RankFailed             another process of the run has failed, so this one ends too
 ├── TrainingError          training cannot go on: a loss that is not finite, say
 │   └── SourceStarved      the cache that is followed has not delivered for too long
+├── ServerError            a server that is asked for answers is away or refuses
 └── CheckpointError        a drafter or training state that cannot be read or does not fit
 
 The command line prints such an error as one line and exits with code 2; anything else is a fault of the
@@ -63,6 +64,10 @@ class TrainingError(DflashError):
 
 class SourceStarved(TrainingError):  # noqa: N818
     """The cache that training follows has not delivered what is due, for longer than is to be waited."""
+
+
+class ServerError(DflashError):
+    """A server that is asked for answers is away, or refuses."""
 
 
 class CheckpointError(DflashError):

@@ -32,10 +32,10 @@ class Progress:
         self.done = self._start_done = done
         self._stream: TextIO | None = sys.stderr if enabled else None
         self._note = ""
-        self._started = self._last_line = time.monotonic()
+        self.started = self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._started = self._last_line = time.monotonic()
+        self.started = self._last_line = time.monotonic()
         return self
 
     def __exit__(
@@ -46,7 +46,7 @@ class Progress:
     @property
     def rate(self) -> float:
         """Units a second since this run started."""
-        return (self.done - self._start_done) / max(time.monotonic() - self._started, 1e-9)
+        return (self.done - self._start_done) / max(time.monotonic() - self.started, 1e-9)
 
     def advance(self, units: int, note: str = "") -> None:
         """Count `units` more as done; `note` is shown behind the figures."""
@@ -69,7 +69,7 @@ class Progress:
             f"{rate:,.0f} {self.unit}/s",
             f"{format_seconds(left)} left"
             if self.done < self.total
-            else format_seconds(time.monotonic() - self._started),
+            else format_seconds(time.monotonic() - self.started),
         ]
         return " | ".join([*parts, self._note] if self._note else parts)
 
