@@ -13,8 +13,8 @@ Before that, one prompt of each kind is decoded in each way without being counte
 what it has learnt of costs from prompt to prompt, as a server does. Afterwards blocks and trees (`--budget`)
 are compared by acceptance on the same prompts.
 
-The last line is JSON: `speedup` and `vs_transformers` are ratios of seconds over all prompts, `worst_kind` the
-lowest speed-up of a kind of prompt, `equal` of `total` outputs equal plain `generate` token for token.
+The last line is JSON: `speedup` and `vs_transformers` are ratios of seconds over all prompts, `worst_kind`
+the lowest speed-up of a kind of prompt, `equal` of `total` outputs equal plain `generate` token for token.
 """
 
 from __future__ import annotations
