@@ -81,6 +81,11 @@ class TargetHead:
         cap = self.facts.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm of last hidden states `[P, H]`, float32: what the target's own logits come from."""
+        weight = self.final_norm.float() + (1.0 if self.facts.norm_unit_offset else 0.0)
+        return F.rms_norm(hidden.float(), weight.shape, weight, self.facts.norm_eps)
+
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> TargetHead:
         """The same head elsewhere or in another dtype; tied tensors stay tied."""
         embedding = self.embedding.to(device, dtype)

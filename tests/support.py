@@ -103,10 +103,11 @@ def write_cache(
     hidden: int = 32,
     seed: int = 0,
     dtype: str = "bfloat16",
+    taps: tuple[int, ...] = (1, 3),
 ) -> Path:
     """A complete cache of random samples of these lengths, taps 1 and 3, the last two thirds supervised.
 
-    Or of these samples, whose hidden states must be of `dtype`.
+    Or of these samples, whose hidden states must be of `dtype` and of these `taps`.
     """
     rng = np.random.default_rng(seed)
     identity = Identity(
@@ -116,7 +117,7 @@ def write_cache(
         weights_digest="d" * 64,
         tokenizer_digest="e" * 64,
         template_digest="f" * 64,
-        taps=(1, 3),
+        taps=taps,
         num_target_layers=6,
         hidden_size=hidden,
         vocab_size=VOCAB,

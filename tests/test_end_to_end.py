@@ -223,7 +223,7 @@ def test_a_cache_that_never_comes_is_an_error_behind_max_wait(tmp_path: Path) ->
 )
 def test_a_drafter_of_another_target_is_refused(place: Path, tmp_path: Path, change: dict, word: str) -> None:
     from dflash.drafter import Drafter
-    from dflash.evaluate.pair import resolve_drafter
+    from dflash.train.checkpoint import resolve_drafter
 
     other = replace(load_drafter(resolve_drafter(place / "run")).config, **change)
     write_drafter(Drafter(other), tmp_path)

@@ -104,8 +104,7 @@ def generate(
 
 def _named(drafter: Path) -> Path:
     """The folder that will be loaded; said where a run leaves it open which of its checkpoints that is."""
-    from dflash.evaluate.pair import resolve_drafter
-    from dflash.train.checkpoint import best_checkpoint
+    from dflash.train.checkpoint import best_checkpoint, resolve_drafter
 
     folder = resolve_drafter(drafter)
     if folder != drafter:

@@ -14,12 +14,17 @@ from dflash.commands.common import PATH, config_option, nproc_option, options, s
     config_option,
     click.option("--cache", required=True, type=PATH, help="Cache to train from."),
     click.option("--out", required=True, type=PATH, help="Folder of the run."),
+    click.option("--init-from", type=PATH, help="Run or drafter folder to train further."),
     click.option("--block-size", default=16, show_default=True, help="Block size B, the anchor included."),
     click.option("--layers", default=5, show_default=True, help="Draft layers."),
     click.option("--mask-token-id", type=int, help="Unused embedding row.  [default: found at extraction]"),
     click.option("--anchors", default=512, show_default=True, help="Most anchors of a sample in an epoch."),
     click.option("--anchor-density", default=0.25, show_default=True, help="Anchors per supervised token."),
-    click.option("--loss", default="ce", show_default=True, help="ce: cross-entropy to the data's tokens."),
+    click.option(
+        "--anchor-sampling", default="uniform", show_default=True, help="uniform, or stratified (spread)."
+    ),
+    click.option("--loss", default="ce", show_default=True, help="ce, dpace, or kd (see docs/training.md)."),
+    click.option("--dpace-alpha", default=0.5, show_default=True, help="Smoothing of dpace's weights."),
     click.option(
         "--gamma", type=float, help="Decay of slot weights.  [default: 7, 5, 4 for blocks of 16, 10, 8]"
     ),
@@ -54,6 +59,9 @@ from dflash.commands.common import PATH, config_option, nproc_option, options, s
     click.option("--optimizer", default="adamw", show_default=True, help="adamw, or muon for the matrices."),
     click.option("--lr", default=6e-4, show_default=True, help="Peak learning rate."),
     click.option("--warmup", default=0.04, show_default=True, help="Share of the run with a rising rate."),
+    click.option("--schedule", default="cosine", show_default=True, help="cosine, wsd or constant."),
+    click.option("--decay", default=0.2, show_default=True, help="Share of the run that wsd decays over."),
+    click.option("--precision", default="bfloat16", show_default=True, help="bfloat16 or float32 compute."),
     click.option("--save-every", default=500, show_default=True, help="Steps between checkpoints."),
     click.option("--keep", default=3, show_default=True, help="Checkpoints kept."),
     click.option("--holdout", default=0.02, show_default=True, help="Share of the samples never trained on."),

@@ -9,26 +9,10 @@ from dflash.decode.drafting import check_fit
 from dflash.dist import device_of
 from dflash.drafter import Drafter
 from dflash.errors import CheckpointError, ConfigError
-from dflash.pretrained import CONFIG_NAME, load_drafter
+from dflash.pretrained import load_drafter
 from dflash.target import DTYPES, Target, load_tokenizer
-from dflash.train.checkpoint import best_checkpoint, latest_checkpoint
+from dflash.train.checkpoint import resolve_drafter
 from dflash.world import World
-
-
-def resolve_drafter(path: Path) -> Path:
-    """The folder to load: `path`, or of the run at `path` the best checkpoint, else the newest whole one.
-
-    A run marks its best checkpoint with `--keep-best`.
-
-    Raises:
-        CheckpointError: there is neither.
-    """
-    if (path / CONFIG_NAME).exists():
-        return path
-    newest = best_checkpoint(path) or latest_checkpoint(path)
-    if newest is None:
-        raise CheckpointError(f"{path} is neither a drafter folder nor a run with a checkpoint")
-    return newest
 
 
 def open_pair(

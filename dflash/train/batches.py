@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from dflash.cache.writer import Sample
 
 
+ANCHOR_SAMPLINGS = ("uniform", "stratified")
+
+
 @dataclass(frozen=True)
 class AnchorConfig:
     """How many anchors a sample gets."""
@@ -33,6 +36,8 @@ class AnchorConfig:
     density: float = 0.25
     """Anchors per supervised token."""
     seed: int = 0
+    sampling: str = "uniform"
+    """`uniform`, or `stratified`: one at random in each of as many equal stretches."""
 
     def __post_init__(self) -> None:
         """Refuse settings that would train nothing.
@@ -44,6 +49,10 @@ class AnchorConfig:
             raise ConfigError(f"--anchors {self.anchors} leaves samples without a block; use 1 or more")
         if not 0 < self.density <= 1:
             raise ConfigError(f"--anchor-density {self.density} must be in (0, 1]")
+        if self.sampling not in ANCHOR_SAMPLINGS:
+            raise ConfigError(
+                f"--anchor-sampling {self.sampling!r} is not one of {', '.join(ANCHOR_SAMPLINGS)}"
+            )
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} must not be negative")
 
@@ -59,8 +68,25 @@ def choose_anchors(loss_mask: np.ndarray, sample_id: int, epoch: int, config: An
     valid = np.flatnonzero(supervised[:-1] & supervised[1:])
     wanted = max(1, round(config.density * int(supervised.sum())))
     count = min(wanted, config.anchors, len(valid))
+    if not count:
+        return valid[:0]
     generator = np.random.default_rng((config.seed, epoch, sample_id))
-    return np.sort(generator.choice(valid, size=count, replace=False)) if count else valid[:0]
+    if config.sampling == "stratified":
+        return np.sort(valid[_jittered(len(valid), count, generator)])
+    return np.sort(generator.choice(valid, size=count, replace=False))
+
+
+def _jittered(places: int, count: int, generator: np.random.Generator) -> np.ndarray:
+    """`count` different places out of `range(places)`, one in each of `count` neighbouring stretches.
+
+    The stretches, of two lengths in random order, lie on a ring that is turned at random: every place is
+    drawn with the same probability, and every run of places is hit alike.
+    """
+    lengths = np.full(count, places // count)
+    lengths[: places % count] += 1
+    generator.shuffle(lengths)
+    picks = np.cumsum(lengths) - lengths + generator.integers(lengths)
+    return (picks + generator.integers(places)) % places  # type: ignore[no-any-return]
 
 
 class BlockShape(NamedTuple):
@@ -105,6 +131,10 @@ class PackedBatch:
     """Tokens of the samples, as the sampler counts them."""
     negatives: Tensor | None = None
     """Tokens that compete with the labels in a sampled softmax, int64; None for the whole vocabulary."""
+    teacher: Tensor | None = None
+    """In distillation, the target's last hidden states `[R, H]`."""
+    teacher_rows: Tensor | None = None
+    """Which of them stands behind each slot's prediction, int64 `[A, B-1]`; meaningless where not counted."""
 
     @property
     def blocks(self) -> int:
@@ -134,6 +164,8 @@ class PackedBatch:
             layout=BlockLayout(start, end, self.layout.groups),
             buckets=change(self.buckets),
             negatives=None if self.negatives is None else change(self.negatives),
+            teacher=None if self.teacher is None else change(self.teacher),
+            teacher_rows=None if self.teacher_rows is None else change(self.teacher_rows),
         )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

@@ -194,6 +194,22 @@ def latest_checkpoint(run: Path) -> Path | None:
     return None
 
 
+def resolve_drafter(path: Path) -> Path:
+    """The folder to load: `path`, or of the run at `path` the best checkpoint, else the newest whole one.
+
+    A run marks its best checkpoint with `--keep-best`.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    if (path / CONFIG_NAME).exists():
+        return path
+    newest = best_checkpoint(path) or latest_checkpoint(path)
+    if newest is None:
+        raise CheckpointError(f"{path} is neither a drafter folder nor a run with a checkpoint")
+    return newest
+
+
 def is_whole(checkpoint: Path) -> bool:
     """Whether every file of a checkpoint has the bytes that were written."""
     return damage_of(checkpoint) is None

@@ -39,6 +39,8 @@ class TrainConfig:
     max_steps: int | None = None
     """Stop behind this many optimizer steps; the schedule ends there too."""
     seed: int = 0
+    init_from: Path | None = None
+    """A run or drafter whose weights are trained further; drawn by the seed when None."""
     precision: str = "bfloat16"
     """Compute dtype, `bfloat16` or `float32`; weights and moments are float32 either way."""
     save_every: int = 500
@@ -97,6 +99,7 @@ class TrainConfig:
             key: getattr(self, key) for key in own
         }
         tree["follow"] = True if self.follow else None  # how long it waits may change
+        tree["init_from"] = None if self.init_from is None else str(self.init_from)
         return json.loads(json.dumps(tree))  # type: ignore[no-any-return]
 
 

@@ -14,6 +14,7 @@ from dflash.train.candidates import draw_negatives
 from dflash.train.faults import CorruptSample, read_sound
 from dflash.train.ready import DEFAULT_BYTES, ReadyLimits, ReadyWindow
 from dflash.train.sampler import SamplerState, Step, batches_for
+from dflash.train.teacher import with_teacher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,6 +57,8 @@ class BlockPlan(NamedTuple):
     """Tokens drawn for each micro-batch's softmax; None for the whole vocabulary."""
     skip_corrupt: bool = False
     """Go without damaged samples, instead of ending with the first one."""
+    teacher: bool = False
+    """Whether the deepest tap is the teacher's of a distillation."""
 
 
 class StepLoader:
@@ -133,6 +136,8 @@ class StepLoader:
         buckets = self._reader.index.buckets[rows].tolist()
         docs = documents(samples, [draw.epoch for draw in slot], buckets, self._blocks.anchors)
         batch = pack(docs, self._blocks.shape, pinned=self._device.type == "cuda")
+        if self._blocks.teacher:
+            batch = with_teacher(batch, docs)
         if self._blocks.negatives is not None:
             vocab_size, seed = self._reader.manifest.identity.vocab_size, self._blocks.anchors.seed
             drawn = draw_negatives(self._blocks.negatives, vocab_size, seed, batch.samples)

@@ -53,11 +53,13 @@ def target_config(cache: Path) -> dict[str, Any]:
     return value  # type: ignore[no-any-return]
 
 
-def drafter_config(network: NetworkConfig, cache: Path, manifest: Manifest) -> DrafterConfig:
+def drafter_config(
+    network: NetworkConfig, cache: Path, manifest: Manifest, taps: tuple[int, ...] | None = None
+) -> DrafterConfig:
     """The drafter's configuration: widths, heads and RoPE base of the target, depth and block as chosen.
 
-    RoPE is plain and one-dimensional over the whole head, also where the target uses M-RoPE or rotates only a
-    part (contract, section 1).
+    It reads the layers `taps`, by default all that the cache holds. RoPE is plain and one-dimensional over
+    the whole head, also where the target uses M-RoPE or rotates only a part (contract, section 1).
 
     Raises:
         ConfigError: no mask token is known, or one that cannot be used.
@@ -83,7 +85,7 @@ def drafter_config(network: NetworkConfig, cache: Path, manifest: Manifest) -> D
         vocab_size=identity.vocab_size,
         block_size=network.block_size,
         mask_token_id=mask,
-        target_layer_ids=identity.taps,
+        target_layer_ids=identity.taps if taps is None else taps,
         num_target_layers=identity.num_target_layers,
         rope_theta=float(_rope_theta(c)),
         rms_norm_eps=float(c.get("rms_norm_eps", 1e-6)),

@@ -2,7 +2,8 @@
 
 Loss = sum(w * CE) / sum(w) with `w_k = exp(-(k - 1) / gamma)` (DFlash, arXiv 2602.06036). Both sums are
 returned apart, so that the quotient can be taken over a whole optimizer step, whatever its micro-batches and
-ranks are.
+ranks are. `dpace` takes its weights from the drafter's own confidence; `kd` puts the divergence to the
+target's distribution in the place of CE.
 
 Dimensions: A blocks, B slots, P counted positions, H hidden size, V vocabulary rows.
 """
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dflash.errors import ConfigError
+from dflash.train.dpace import dpace_weights
+from dflash.train.teacher import HeadDivergence, teacher_states
 
 if TYPE_CHECKING:
     from dflash.drafter import Drafter
@@ -31,6 +34,8 @@ LOGIT_BYTES = 1 << 26
 SOFTMAX_ROWS = 64
 """Positions whose float32 probabilities exist at once on a CPU: they stay in its cache."""
 
+LOSSES = ("ce", "dpace", "kd")
+
 _PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
@@ -40,11 +45,14 @@ class ObjectiveConfig:
 
     block_size: int = 16
     loss: str = "ce"
-    """`ce`: cross-entropy to the data's tokens, the paper's loss."""
+    """`ce`: cross-entropy to the data's tokens, the paper's loss; `dpace`: the same weighed by confidence;
+    `kd`: divergence to the target's own distribution."""
     gamma: float | None = None
     """Decay of the slot weights; by the paper's values when None (7, 5, 4 for blocks of 16, 10, 8)."""
     sampled_softmax: int | None = None
     """Tokens drawn to compete with the labels of a micro-batch; the whole vocabulary when None."""
+    dpace_alpha: float = 0.5
+    """Smoothing of `dpace`'s weights; the other losses decay by `gamma`."""
 
     def __post_init__(self) -> None:
         """Refuse what is no loss.
@@ -52,8 +60,14 @@ class ObjectiveConfig:
         Raises:
             ConfigError: names the value and what is allowed.
         """
-        if self.loss != "ce":
-            raise ConfigError(f"--loss {self.loss!r} is unknown; use ce")
+        if self.loss not in LOSSES:
+            raise ConfigError(f"--loss {self.loss!r} is unknown; use {', '.join(LOSSES)}")
+        if not 0 <= self.dpace_alpha <= 1:
+            raise ConfigError(f"--dpace-alpha {self.dpace_alpha} must be in [0, 1]")
+        if self.loss == "kd" and self.sampled_softmax is not None:
+            raise ConfigError(
+                "--loss kd compares whole distributions: it cannot go with --sampled-softmax; leave one out"
+            )
         if self.gamma is not None and self.gamma <= 0:
             raise ConfigError(f"--gamma {self.gamma} must be positive")
         if self.sampled_softmax is not None and self.sampled_softmax < 1:
@@ -183,7 +197,9 @@ class DraftingLoss(nn.Module):
     def __init__(self, drafter: Drafter, head: TargetHead, config: ObjectiveConfig, buckets: int) -> None:
         super().__init__()
         self.drafter, self.head, self.buckets = drafter, head, buckets
-        self.slot_weights = config.slot_weights()
+        self.config, self.slot_weights = config, config.slot_weights()
+        self.width = len(drafter.config.target_layer_ids) * drafter.config.hidden_size
+        """Channels of the features that the drafter reads; a teacher's come behind them."""
 
     def forward(self, batch: PackedBatch) -> LossSums:
         """Sums of one micro-batch; a batch without blocks adds zeros and still reaches every parameter."""
@@ -197,7 +213,7 @@ class DraftingLoss(nn.Module):
         hidden = self.drafter(
             self.head.embed(batch.block_ids).float(),  # the residual stream stays in float32
             batch.block_positions,
-            batch.features.to(dtype),
+            batch.features[:, : self.width].to(dtype),
             batch.context_positions,
             batch.layout,
             first_slot=1,
@@ -206,8 +222,22 @@ class DraftingLoss(nn.Module):
         # only counted slots reach the lm_head: [A, B-1, H] -> [P, H]; an index has a cheap gradient
         places = counted.flatten().nonzero()[:, 0]
         positions = hidden.flatten(0, 1).index_select(0, places)
-        ce, hit = self._cross_entropy(positions, batch.labels[counted], batch.negatives)
+        if self.config.loss == "kd":
+            teacher, cap = teacher_states(batch, self.head), self.head.facts.logit_softcap
+            ce, hit = HeadDivergence.apply(  # type: ignore[no-untyped-call]
+                positions, teacher, self.head.lm_head, batch.labels[counted], cap
+            )
+        else:
+            ce, hit = self._cross_entropy(positions, batch.labels[counted], batch.negatives)
         return self._sums(batch, ce, hit)
+
+    def _weights(self, counted: Tensor, ce: Tensor) -> Tensor:
+        """Weight of each counted position, `[P]`."""
+        if self.config.loss == "dpace":
+            dense = torch.zeros(counted.shape, dtype=torch.float32, device=ce.device)
+            dense[counted] = ce.detach()
+            return dpace_weights(dense, counted, self.config.dpace_alpha)[counted]
+        return self.slot_weights.to(ce.device).expand(counted.shape)[counted]
 
     def _cross_entropy(
         self, hidden: Tensor, labels: Tensor, negatives: Tensor | None
@@ -220,7 +250,7 @@ class DraftingLoss(nn.Module):
 
     def _sums(self, batch: PackedBatch, ce: Tensor, hit: Tensor) -> LossSums:
         counted = batch.counted
-        weight = self.slot_weights.to(ce.device).expand(counted.shape)[counted]  # [P]
+        weight = self._weights(counted, ce)  # [P]
         correct = torch.zeros(counted.shape, dtype=torch.float32, device=ce.device)
         correct[counted] = hit.float()
         accepted = 1 + correct.cumprod(dim=1).sum(dim=1)  # [A]

@@ -13,6 +13,7 @@ from dflash.errors import ConfigError
 from dflash.train.parallel import SplitMuon, is_split
 
 OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "wsd", "constant")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     """Largest gradient norm."""
+    schedule: str = "cosine"
+    """Behind the warm-up: `cosine`, `wsd` (constant, then a linear decay) or `constant`."""
+    decay: float = 0.2
+    """Share of the run over which `wsd` decays, at its end."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot train.
@@ -45,6 +50,13 @@ class OptimConfig:
             raise ConfigError(f"--lr {self.lr} must be positive")
         if not 0 <= self.warmup < 1:
             raise ConfigError(f"--warmup {self.warmup} is a share of the run and must be in [0, 1)")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"--schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
+        if self.schedule == "wsd" and not 0 < self.decay <= 1 - self.warmup:
+            raise ConfigError(
+                f"--decay {self.decay} is a share of the run and must be above 0 and leave room for --warmup "
+                f"{self.warmup}"
+            )
         if not self.clip > 0:
             raise ConfigError(f"--clip {self.clip} must be positive")
 
@@ -52,13 +64,23 @@ class OptimConfig:
 def lr_at(progress: float, config: OptimConfig) -> float:
     """Learning rate at `progress` of the run (0 at its beginning, 1 at its end).
 
-    Linear warm-up, then half a cosine from the peak to `final_lr` times the peak.
+    Linear warm-up, then half a cosine from the peak to `final_lr` times the peak; with `wsd` the peak until
+    the last `decay` of the run, then a straight line; with `constant` the peak.
     """
     if progress < config.warmup:
         return config.lr * progress / config.warmup
-    through = min((progress - config.warmup) / (1 - config.warmup), 1.0)
     floor = config.lr * config.final_lr
-    return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * through))
+    return floor + (config.lr - floor) * _height(min(progress, 1.0), config)
+
+
+def _height(progress: float, config: OptimConfig) -> float:
+    """Of the schedule behind its warm-up: 1 at the peak, 0 at the end of a decay."""
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "wsd":
+        return min((1 - progress) / config.decay, 1.0)
+    through = (progress - config.warmup) / (1 - config.warmup)
+    return 0.5 * (1 + math.cos(math.pi * through))
 
 
 class MuonAdamW:

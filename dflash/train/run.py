@@ -18,7 +18,6 @@ from dflash.cache.parts import check_part
 from dflash.cache.reader import CacheReader
 from dflash.cache.subset import subset
 from dflash.dist import barrier, device_of, max_over_ranks, sum_over_ranks
-from dflash.drafter import Drafter, init_weights
 from dflash.errors import CheckpointError, ConfigError, SourceStarved
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.lifeline import Lifeline
@@ -41,6 +40,7 @@ from dflash.train.evaluation import Best, Evaluator
 from dflash.train.faults import BadSteps, CorruptSample, record_corrupt
 from dflash.train.following import FollowSampler
 from dflash.train.holdout import split
+from dflash.train.initial import initial_drafter
 from dflash.train.loader import BlockPlan, LoadedStep, StepLoader, on_device
 from dflash.train.network import drafter_config
 from dflash.train.objective import DraftingLoss, LossSums
@@ -49,6 +49,7 @@ from dflash.train.parallel import exchanging, gathered, over_ranks, whole
 from dflash.train.ready import ready_limits
 from dflash.train.record import RunLog, step_figures
 from dflash.train.sampler import Corpus, Sampler
+from dflash.train.teacher import drafter_taps
 from dflash.train.window import window_level
 
 if TYPE_CHECKING:
@@ -81,17 +82,17 @@ class Run:
         self.limits = ready_limits(config.sampler, world, identity.bytes_per_token, config.window_bytes)
         if follower is not None:  # which has a gate of its own
             self.limits = replace(self.limits, gate=1)
-        network = drafter_config(config.network, reader.cache, reader.manifest)
+        taps = drafter_taps(identity, config.objective.loss)
+        network = drafter_config(config.network, reader.cache, reader.manifest, taps)
         shape = BlockShape(network.block_size, network.mask_token_id)
-        self.blocks = BlockPlan(config.anchors, shape, config.objective.sampled_softmax, config.skip_corrupt)
+        sampled, kd = config.objective.sampled_softmax, config.objective.loss == "kd"
+        self.blocks = BlockPlan(config.anchors, shape, sampled, config.skip_corrupt, kd)
         network = replace(
             network,
             input_embedding_scale=head.facts.embed_scale,
             final_logit_softcapping=head.facts.logit_softcap,
         )
-        self.drafter = Drafter(network)
-        init_weights(self.drafter, config.seed)
-        self.drafter.to(self.device)
+        self.drafter = initial_drafter(network, config.seed, config.init_from).to(self.device)
         head = head.to(self.device, PRECISIONS[config.precision])
         loss = DraftingLoss(self.drafter, head, config.objective, len(identity.bucket_edges))
         self.head, self.evaluator = head, Evaluator(held_out_reader, head, world, self.device)

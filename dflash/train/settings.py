@@ -33,8 +33,10 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
         cache=cache,
         out=out,
         network=NetworkConfig(f["layers"], f["block_size"], f["mask_token_id"]),
-        anchors=AnchorConfig(f["anchors"], f["anchor_density"], f["seed"]),
-        objective=ObjectiveConfig(f["block_size"], f["loss"], f["gamma"], f["sampled_softmax"]),
+        anchors=AnchorConfig(f["anchors"], f["anchor_density"], f["seed"], f["anchor_sampling"]),
+        objective=ObjectiveConfig(
+            f["block_size"], f["loss"], f["gamma"], f["sampled_softmax"], f["dpace_alpha"]
+        ),
         sampler=SamplerConfig(
             policy=f["sampler"],
             compose=f["compose"],
@@ -46,11 +48,15 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
             seed=f["seed"],
             epoch_size=f["epoch_size"],
         ),
-        optim=OptimConfig(f["optimizer"], lr=f["lr"], warmup=f["warmup"]),
+        optim=OptimConfig(
+            f["optimizer"], lr=f["lr"], warmup=f["warmup"], schedule=f["schedule"], decay=f["decay"]
+        ),
         holdout=HoldoutConfig(f["holdout"], f["eval_samples"]),
         epochs=epochs,
         max_steps=f["max_steps"],
         seed=f["seed"],
+        init_from=f["init_from"],
+        precision=f["precision"],
         save_every=f["save_every"],
         keep=f["keep"],
         eval_every=f["eval_every"],

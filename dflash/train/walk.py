@@ -164,7 +164,7 @@ def _leading_hits(drafter: Drafter, head: TargetHead, batch: PackedBatch, limits
         hidden = drafter(
             head.embed(batch.block_ids).float(),
             batch.block_positions,
-            batch.features.float(),
+            batch.features[:, : len(drafter.config.target_layer_ids) * drafter.config.hidden_size].float(),
             batch.context_positions,
             batch.layout,
         )

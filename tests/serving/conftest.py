@@ -11,9 +11,10 @@ from clients import ROOT
 
 from dflash.demo.run import corpus_file
 from dflash.drafter import Drafter
-from dflash.evaluate.pair import open_pair, resolve_drafter
+from dflash.evaluate.pair import open_pair
 from dflash.extract.prompts import load_prompts
 from dflash.target import Target
+from dflash.train.checkpoint import resolve_drafter
 
 PROMPTS = 20
 LONGEST = 400

@@ -17,10 +17,16 @@ from tiny_runs import LENGTHS, run_ranks, same, tiny_config, trained
 from dflash.cache.reader import CacheReader
 from dflash.cache.subset import subset
 from dflash.errors import ConfigError
-from dflash.evaluate.pair import resolve_drafter
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.pretrained import load_drafter
-from dflash.train.checkpoint import BEST_NAME, FOLDER, TENSORS_NAME, best_checkpoint, checkpoints
+from dflash.train.checkpoint import (
+    BEST_NAME,
+    FOLDER,
+    TENSORS_NAME,
+    best_checkpoint,
+    checkpoints,
+    resolve_drafter,
+)
 from dflash.train.evaluation import Best, Evaluator
 from dflash.train.holdout import HoldoutConfig, split
 from dflash.train.record import METRICS_NAME, RunLog

@@ -108,3 +108,29 @@ def test_muon_steps_are_as_large_as_those_of_adamw():
     optimizer.step()
     step = (module.weight.detach() - before).square().mean().sqrt()
     assert 0.1e-2 < step < 0.3e-2  # 0.2 of the rate, as AdamW's updates measure in training
+
+
+def test_wsd_stays_at_the_peak_and_falls_in_a_line_at_the_end():
+    config = OptimConfig(lr=2.0, warmup=0.1, schedule="wsd", decay=0.4, final_lr=0.5)
+    points = {0.05: 1.0, 0.1: 2.0, 0.6: 2.0, 0.8: 1.5, 1.0: 1.0, 1.2: 1.0}
+    for progress, rate in points.items():
+        assert lr_at(progress, config) == pytest.approx(rate)
+
+
+def test_a_constant_rate_is_constant_behind_its_warm_up():
+    config = OptimConfig(lr=2.0, warmup=0.1, schedule="constant")
+    assert lr_at(0.05, config) == pytest.approx(1.0)
+    assert {lr_at(progress, config) for progress in (0.1, 0.5, 1.0, 1.5)} == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"schedule": "linear"}, "--schedule 'linear' is not one of cosine, wsd, constant"),
+        ({"schedule": "wsd", "decay": 0.0}, "--decay 0.0 is a share of the run"),
+        ({"schedule": "wsd", "decay": 0.97}, "leave room for --warmup 0.04"),
+    ],
+)
+def test_schedules_without_sense_are_refused(change, text):
+    with pytest.raises(ConfigError, match=text):
+        OptimConfig(**change)
