@@ -44,6 +44,11 @@ class Progress:
         self._write(final=True)
 
     @property
+    def on_terminal(self) -> bool:
+        """Whether there is a terminal to draw on."""
+        return self._stream is not None and self._stream.isatty()
+
+    @property
     def rate(self) -> float:
         """Units a second since this run started."""
         return (self.done - self._start_done) / max(time.monotonic() - self.started, 1e-9)
@@ -53,13 +58,16 @@ class Progress:
         self.done += units
         self._note = note or self._note
         now = time.monotonic()
-        terminal = self._stream is not None and self._stream.isatty()
-        if now - self._last_line >= (0.1 if terminal else _PLAIN_LINE_EVERY_S):
+        if now - self._last_line >= (0.1 if self.on_terminal else _PLAIN_LINE_EVERY_S):
             self._last_line = now
             self._write()
 
     def text(self) -> str:
         """The line as it would be shown now."""
+        return f"{self.figures()} | {self._note}" if self._note else self.figures()
+
+    def figures(self) -> str:
+        """The line without its note."""
         share = self.done / self.total if self.total else 1.0
         rate = self.rate
         left = (self.total - self.done) / rate if rate > 0 else float("inf")
@@ -71,17 +79,23 @@ class Progress:
             if self.done < self.total
             else format_seconds(time.monotonic() - self.started),
         ]
-        return " | ".join([*parts, self._note] if self._note else parts)
+        return " | ".join(parts)
 
     def _write(self, *, final: bool = False) -> None:
         if self._stream is None:
             return
-        if self._stream.isatty():
-            filled = int(24 * self.done / self.total) if self.total else 24
-            bar = "█" * min(filled, 24) + "░" * (24 - min(filled, 24))
-            self._stream.write(f"\r\x1b[K{bar} {self.text()}" + ("\n" if final else ""))
+        if self.on_terminal:
+            self.draw(final=final)
         else:
             self._stream.write(self.text() + "\n")
+            self._stream.flush()
+
+    def draw(self, *, final: bool = False) -> None:
+        """Show the line on a terminal, over the one before it; for good at the end."""
+        assert self._stream is not None  # `_write` has looked
+        filled = int(24 * self.done / self.total) if self.total else 24
+        bar = "█" * min(filled, 24) + "░" * (24 - min(filled, 24))
+        self._stream.write(f"\r\x1b[K{bar} {self.text()}" + ("\n" if final else ""))
         self._stream.flush()
 
 

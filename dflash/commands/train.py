@@ -68,6 +68,7 @@ from dflash.commands.common import PATH, config_option, nproc_option, options, s
     click.option("--eval-every", type=int, help="Steps between held-out walks.  [default: --save-every]"),
     click.option("--eval-samples", default=512, show_default=True, help="Most samples of a held-out walk."),
     click.option("--keep-best", is_flag=True, help="Keep the checkpoint with the best held-out walk too."),
+    click.option("--log", multiple=True, help="Also log to tensorboard, wandb or trackio; may be repeated."),
     click.option("--seed", default=0, show_default=True, help="Of weights, order and anchors."),
     click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out, if it has one."),
     click.option("--max-minutes", type=float, help="Stop with a checkpoint when so many are over."),

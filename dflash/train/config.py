@@ -13,6 +13,7 @@ from dflash.errors import ConfigError
 from dflash.train.batches import AnchorConfig
 from dflash.train.following import FollowConfig
 from dflash.train.holdout import HoldoutConfig
+from dflash.train.loggers import check_loggers
 from dflash.train.network import NetworkConfig
 from dflash.train.objective import ObjectiveConfig
 from dflash.train.optim import OptimConfig
@@ -51,6 +52,8 @@ class TrainConfig:
     """Steps between walks over the held-out samples; as `save_every` when None; one more at the end."""
     keep_best: bool = False
     """Keep the checkpoint with the best walk beside the newest ones."""
+    log: tuple[str, ...] = ()
+    """Loggers beside `metrics.jsonl`: `tensorboard`, `wandb`, `trackio`."""
     resume: bool = False
     parallel: str = "ddp"
     """With several ranks: `ddp` (everything on each) or `fsdp` (split among them)."""
@@ -81,6 +84,7 @@ class TrainConfig:
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise ConfigError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1")
+        check_loggers(self.log)
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.keep_best and not self.holdout.share:

@@ -138,4 +138,4 @@ class Evaluator:
                 if mine < len(passes):
                     counts.add(walked, int(index.buckets[walked.row]))
         figures = counts.over_ranks(self._device).figures()
-        return figures | {"heldout_samples": len(self), "seconds": time.perf_counter() - started}
+        return figures | {"heldout_samples": len(self), "walk_seconds": time.perf_counter() - started}

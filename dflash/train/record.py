@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,12 @@ import numpy as np
 
 from dflash.files import publish_bytes
 from dflash.train.faults import append_line
+from dflash.train.loggers import Logger, scalars
 from dflash.train.mixmeter import MeterState, MixMeter
 from dflash.train.runs import METRICS_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -72,6 +74,8 @@ class RunLog:
         self._step = 0
         self.last_tokens = 0
         self._walk: float | None = None
+        self._waited = 0.0
+        self._loggers: list[Logger] = []
 
     def start(self, done: int, mix: MeterState | None = None) -> None:
         """Begin behind `done` steps: lines of steps that are repeated after a crash are cut off.
@@ -129,17 +133,37 @@ class RunLog:
     def _write(self, line: dict[str, Any]) -> None:
         if self._enabled:
             append_line(self._path, line)
+            self._tell(lambda logger: logger.log(line["step"], scalars(line, self._edges)))
+
+    def attach(self, loggers: Sequence[Logger]) -> None:
+        """Send all figures from now on to these as well."""
+        self._loggers = list(loggers)
+
+    def close(self) -> None:
+        """Let the loggers write out what they hold back."""
+        self._tell(lambda logger: logger.close())
+        self._loggers = []
+
+    def _tell(self, message: Callable[[Logger], object]) -> None:
+        """A logger that fails is left out from then on: a run of days does not end for a curve."""
+        self._loggers = [logger for logger in self._loggers if _takes(logger, message)]
 
     def summary(self, waited: float) -> str:
-        """A few words for the progress line."""
+        """A few words for the progress line; the trainer has waited so many seconds for data."""
+        self._waited = waited
+        return f"{self.headline()}, {self._mix_bar()}"
+
+    def headline(self) -> str:
+        """How it learns: step, loss, acceptance, and the share of the time spent waiting for data."""
         recent = slice(-10, None)
         loss, tau = np.mean(self._losses[recent] or np.nan), np.mean(self._taus[recent] or np.nan)
-        share = waited / max(time.perf_counter() - self._started, 1e-9)
+        share = self._waited / max(time.perf_counter() - self._started, 1e-9)
         walk = "" if self._walk is None else f", walk tau {self._walk:.2f}"
-        return (
-            f"step {self._step}, loss {loss:.3f}, anchor tau {tau:.2f}{walk}, {self._mix_bar()}, "
-            f"waiting for data {share:.1%}"
-        )
+        return f"step {self._step}, loss {loss:.3f}, anchor tau {tau:.2f}{walk}, waiting for data {share:.1%}"
+
+    def recent_mix(self) -> list[tuple[int, float, float]]:
+        """Upper edge of each bucket, its share of the last draws' tokens, and what it is owed."""
+        return list(zip(self._edges, self._meter.recent_shares(), self._quota, strict=True))
 
     def final_loss(self) -> float:
         """Mean loss of the last tenth of the steps, NaN without any."""
@@ -165,6 +189,15 @@ class RunLog:
         ratios = [share / owed for share, owed in zip(shares, self._quota, strict=True) if owed]
         bar = "".join(_LEVELS[min(round(4 * ratio), len(_LEVELS) - 1)] for ratio in ratios)
         return f"mix {bar} {self._meter.report().variation[0].last:.1%} off"
+
+
+def _takes(logger: Logger, message: Callable[[Logger], object]) -> bool:
+    try:
+        message(logger)
+    except Exception as error:  # noqa: BLE001 - whatever a third party's package raises
+        sys.stderr.write(f"Warning: {logger} takes no more figures ({error}); training goes on\n")
+        return False
+    return True
 
 
 def _step_of(line: str) -> int:

@@ -21,7 +21,7 @@ from dflash.dist import barrier, device_of, max_over_ranks, sum_over_ranks
 from dflash.errors import CheckpointError, ConfigError, SourceStarved
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.lifeline import Lifeline
-from dflash.progress import Progress, warn
+from dflash.progress import warn
 from dflash.provenance import write_run_record
 from dflash.train.batches import BlockShape, PackedBatch
 from dflash.train.checkpoint import (
@@ -36,12 +36,14 @@ from dflash.train.checkpoint import (
     snapshot,
 )
 from dflash.train.config import PRECISIONS, TrainConfig, check_same
+from dflash.train.dashboard import Dashboard
 from dflash.train.evaluation import Best, Evaluator
 from dflash.train.faults import BadSteps, CorruptSample, record_corrupt
 from dflash.train.following import FollowSampler
 from dflash.train.holdout import split
 from dflash.train.initial import initial_drafter
 from dflash.train.loader import BlockPlan, LoadedStep, StepLoader, on_device
+from dflash.train.loggers import open_loggers
 from dflash.train.network import drafter_config
 from dflash.train.objective import DraftingLoss, LossSums
 from dflash.train.optim import build_optimizer, lr_at, set_lr
@@ -150,6 +152,7 @@ class Run:
             record |= {"bucket_edges": reader.manifest.identity.bucket_edges}
             record |= {"epoch": {"tokens": run.sampler.epoch_tokens, "passes_by_bucket": run.sampler.passes}}
             write_run_record(config.out, "train", record)
+            run.log.attach(open_loggers(config.log, config.out, record, run.done))
             if newest is not None:
                 mark_best(config.out, run.best.step if config.keep_best else None)
         run.log.start(run.done, run.mix_before)
@@ -211,7 +214,7 @@ class Run:
             if self.finished:
                 return
 
-    def progress(self) -> Progress:
+    def progress(self) -> Dashboard:
         """A bar over the tokens of the run; without epochs over its estimated tokens."""
         if self.config.epochs is not None and self.config.max_steps is None:
             total = self.config.epochs * self.sampler.epoch_tokens
@@ -220,7 +223,7 @@ class Run:
             total = (self.config.max_steps or 0) * per_step
             if self.config.epochs is not None:
                 total = min(total, self.config.epochs * self.sampler.epoch_tokens)
-        return Progress("train", total, done=self.consumed, enabled=self.world.is_main)
+        return Dashboard(self.log, total, done=self.consumed, enabled=self.world.is_main)
 
     def through(self, tokens: int) -> float:
         """How far the run is in the middle of a step of so many tokens, in (0, 1).

@@ -61,6 +61,7 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
         keep=f["keep"],
         eval_every=f["eval_every"],
         keep_best=f["keep_best"],
+        log=tuple(f["log"]),
         resume=f["resume"],
         parallel=f["parallel"],
         max_minutes=f["max_minutes"],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from dflash.board import Board
@@ -55,6 +55,7 @@ def train(config: TrainConfig, world: World) -> TrainResult:
         follower = Follower(config, line.board, lambda: _name(wish())) if config.follow else None
         run = Run.open(config, world, line, follower)
         with (
+            closing(run.log),
             run.loader() as loader,
             run.progress() as bar,
             run.feeding(),

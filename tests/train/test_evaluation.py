@@ -59,7 +59,7 @@ def lines(run: Path) -> list[dict]:
 
 def walks(run: Path) -> list[dict]:
     found = [line for line in lines(run) if line.get("kind") == "evaluation"]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in found]
+    return [{key: value for key, value in line.items() if key != "walk_seconds"} for line in found]
 
 
 ids = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=80, unique=True).map(
