@@ -211,13 +211,12 @@ def gradient_of_a_step(rank: int, size: int, cache: Path, out: Path) -> dict[str
         run = Run.open(config, World(rank, size))
         with StepLoader(run.reader, run.sampler, run.blocks, World(rank, size), run.device) as loader:
             loaded = next(iter(loader))
-        totals = run._backward(loaded.batches)
-        run.optimizer.step = lambda: None
+        totals, _ = run._backward(loaded.batches)
         grads: list[Tensor] = []
-        run.optimizer.zero_grad = lambda run=run, grads=grads, **_: grads.extend(
+        run.optimizer.step = lambda run=run, grads=grads: grads.extend(
             p.grad.clone().flatten() for p in run.drafter.parameters()
         )
-        run._update(float(totals[1]), 1e-3)
+        run._update(totals, 1e-3)
         found |= {kind: torch.cat(grads), f"{kind}-totals": totals}
     return found
 
