@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from dflash.dist import sum_over_ranks
+from dflash.train.faults import read_sound
 from dflash.train.walk import Walked, WalkSums, walk_passes, walk_samples
 
 if TYPE_CHECKING:
@@ -114,10 +115,20 @@ class Evaluator:
         head: On the device, in the dtype to compute in.
         world: Which passes are this rank's.
         device: Where to compute.
+        skip_corrupt: Go without samples that are damaged, instead of ending with the first one.
     """
 
-    def __init__(self, reader: CacheReader, head: TargetHead, world: World, device: torch.device) -> None:
+    def __init__(
+        self,
+        reader: CacheReader,
+        head: TargetHead,
+        world: World,
+        device: torch.device,
+        *,
+        skip_corrupt: bool = False,
+    ) -> None:
         self._reader, self._head, self._world, self._device = reader, head, world, device
+        self._skip_corrupt = skip_corrupt
 
     def __len__(self) -> int:
         """Held-out samples."""
@@ -133,9 +144,15 @@ class Evaluator:
         for first in range(0, len(passes), size):
             mine = first + self._world.rank
             # every rank runs the same number of passes: with sharded weights each is a collective
-            rows = passes[min(mine, len(passes) - 1)]
+            rows = self._sound(passes[min(mine, len(passes) - 1)])
             for walked in walk_samples(drafter, self._head, self._reader, rows, self._device):
                 if mine < len(passes):
                     counts.add(walked, int(index.buckets[walked.row]))
         figures = counts.over_ranks(self._device).figures()
         return figures | {"heldout_samples": len(self), "walk_seconds": time.perf_counter() - started}
+
+    def _sound(self, rows: list[int]) -> list[int]:
+        if not self._skip_corrupt:
+            return rows
+        damaged = {sample.row for sample in read_sound(self._reader, rows)[1]}
+        return [row for row in rows if row not in damaged]

@@ -15,15 +15,18 @@ from dflash.train.checkpoint import resolve_drafter
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dflash.head import HeadFacts
+
 _FLAGS = {"num_hidden_layers": "--layers", "mask_token_id": "--mask-token-id"}
 _MUST_MATCH = ("hidden_size", "vocab_size", "num_target_layers", "target_layer_ids", *_FLAGS)
 
 
-def initial_drafter(config: DrafterConfig, seed: int, source: Path | None) -> Drafter:
+def initial_drafter(config: DrafterConfig, facts: HeadFacts, seed: int, source: Path | None) -> Drafter:
     """A float32 drafter to start from.
 
     Args:
         config: What the cache and the flags call for.
+        facts: How the target scales embeddings and caps logits, for clients that read the raw tables.
         seed: Of drawn weights.
         source: A run or a drafter folder to take the weights from; widths of heads and MLP are then its own,
             and blocks may have another size, since no weight depends on it.
@@ -32,6 +35,8 @@ def initial_drafter(config: DrafterConfig, seed: int, source: Path | None) -> Dr
         CheckpointError: there is no drafter, or its tensors are not exactly those of its configuration.
         ConfigError: it is of another target, other taps or another depth.
     """
+    scale, cap = facts.embed_scale, facts.logit_softcap
+    config = replace(config, input_embedding_scale=scale, final_logit_softcapping=cap)
     if source is None:
         drafter = Drafter(config)
         init_weights(drafter, seed)
@@ -49,7 +54,7 @@ def initial_drafter(config: DrafterConfig, seed: int, source: Path | None) -> Dr
     loaded.config = replace(
         theirs,
         block_size=config.block_size,
-        input_embedding_scale=config.input_embedding_scale,
-        final_logit_softcapping=config.final_logit_softcapping,
+        input_embedding_scale=scale,
+        final_logit_softcapping=cap,
     )
     return loaded.requires_grad_(True)

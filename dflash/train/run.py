@@ -89,15 +89,11 @@ class Run:
         shape = BlockShape(network.block_size, network.mask_token_id)
         sampled, kd = config.objective.sampled_softmax, config.objective.loss == "kd"
         self.blocks = BlockPlan(config.anchors, shape, sampled, config.skip_corrupt, kd)
-        network = replace(
-            network,
-            input_embedding_scale=head.facts.embed_scale,
-            final_logit_softcapping=head.facts.logit_softcap,
-        )
-        self.drafter = initial_drafter(network, config.seed, config.init_from).to(self.device)
+        self.drafter = initial_drafter(network, head.facts, config.seed, config.init_from).to(self.device)
         head = head.to(self.device, PRECISIONS[config.precision])
         loss = DraftingLoss(self.drafter, head, config.objective, len(identity.bucket_edges))
-        self.head, self.evaluator = head, Evaluator(held_out_reader, head, world, self.device)
+        self.head = head
+        self.evaluator = self._evaluator(held_out_reader)
         self.best = Best()
         self.module = over_ranks(loss, world, config.parallel)
         self.optimizer = build_optimizer(self.drafter, config.optim)
@@ -167,6 +163,10 @@ class Run:
         self.sampler_state, self.mix_before = state.sampler, state.mix
         self.best = Best(**(state.best or {}))
         self.consumed = self.sampler.tokens
+
+    def _evaluator(self, held_out: CacheReader) -> Evaluator:
+        skip = self.config.skip_corrupt
+        return Evaluator(held_out, self.head, self.world, self.device, skip_corrupt=skip)
 
     def _sampler(self, state: Any = None) -> Sampler | FollowSampler:
         """The steps of the run, from the beginning or from a saved position."""
@@ -343,7 +343,7 @@ class Run:
         Those of a cache that is followed are the same as in any other run: known once it is complete.
         """
         if self.follower is not None and not len(self.evaluator) and "follow" not in self.sampler_state:
-            self.evaluator = Evaluator(self.follower.held_out(), self.head, self.world, self.device)
+            self.evaluator = self._evaluator(self.follower.held_out())
         if not len(self.evaluator) or self.best.evaluated == self.done:
             return
         with gathered(self.module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tiny_runs import LENGTHS, run_ranks, same, tiny_config, trained
 
 from dflash.cache.reader import CacheReader
 from dflash.cache.subset import subset
-from dflash.errors import ConfigError
+from dflash.errors import CacheCorrupt, ConfigError
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.pretrained import load_drafter
 from dflash.train.checkpoint import (
@@ -272,3 +273,20 @@ def test_the_best_of_nothing_is_refused(tmp_path) -> None:
         tiny_config(tmp_path, tmp_path, keep_best=True)
     with pytest.raises(ConfigError, match="--eval-every is 0"):
         tiny_config(tmp_path, tmp_path, eval_every=0)
+
+
+def test_a_damaged_held_out_sample_ends_the_walk_or_is_left_out_if_asked(cache, finished, tmp_path) -> None:
+    copy = tmp_path / "cache"
+    shutil.copytree(cache, copy)
+    reader = CacheReader(copy)
+    held = subset(reader, split(reader.index.ids, HELD)[1])
+    extents = held.index.locate(np.array([0]))
+    shard = copy / held.index.layouts[int(extents.shards[0])].name
+    data = bytearray(shard.read_bytes())
+    data[int(extents.offsets[0])] ^= 1
+    shard.write_bytes(data)
+    head, drafter = TargetHead.load(copy / HEAD_NAME), load_drafter(checkpoints(finished)[0]).float()
+    with pytest.raises(CacheCorrupt):
+        Evaluator(held, head, ALONE, torch.device("cpu")).walk(drafter)
+    figures = Evaluator(held, head, ALONE, torch.device("cpu"), skip_corrupt=True).walk(drafter)
+    assert figures["heldout_responses"] == len(held.index) - 1
