@@ -104,10 +104,12 @@ def write_cache(
     seed: int = 0,
     dtype: str = "bfloat16",
     taps: tuple[int, ...] = (1, 3),
+    head: TargetHead | None = None,
 ) -> Path:
     """A complete cache of random samples of these lengths, taps 1 and 3, the last two thirds supervised.
 
-    Or of these samples, whose hidden states must be of `dtype` and of these `taps`.
+    Or of these samples, whose hidden states must be of `dtype` and of these `taps`. The head is random too,
+    unless it is given.
     """
     rng = np.random.default_rng(seed)
     identity = Identity(
@@ -129,7 +131,8 @@ def write_cache(
     )
     manifest = create_cache(folder, Manifest(identity, len(lengths)))
     table = torch.from_numpy(rng.normal(size=(VOCAB, hidden)).astype(np.float32)).bfloat16()
-    TargetHead(table, table, torch.ones(hidden).bfloat16(), HeadFacts()).save(folder / HEAD_NAME)
+    head = head or TargetHead(table, table, torch.ones(hidden).bfloat16(), HeadFacts())
+    head.save(folder / HEAD_NAME)
     config = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -17,7 +17,7 @@ def log(tmp_path) -> RunLog:
     """A run's log behind two steps and a walk."""
     log = RunLog(tmp_path, (128, 4096), (0.25, 0.75), enabled=True)
     for step in (1, 2):
-        log.add({"step": step, "loss": 3.0, "anchor_tau": 1.5}, np.array([[30, 70]]), seconds=0.1)
+        log.add({"step": step, "loss": 3.0, "anchor_tau": 1.5}, np.array([[30, 70]]), 0.1, held=[60, 140])
     log.add_evaluation({"kind": "evaluation", "step": 2, "walk_tau": 1.87})
     return log
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from dflash.cache.reader import CacheReader
 from dflash.drafter import Drafter, init_weights
 from dflash.errors import ConfigError
-from dflash.head import HEAD_NAME, HeadFacts, TargetHead
+from dflash.head import HeadFacts, TargetHead
 from dflash.pretrained import load_drafter
 from dflash.train.batches import AnchorConfig, BlockShape, Document, PackedBatch, documents, pack
 from dflash.train.dpace import dpace_weights
@@ -93,8 +93,7 @@ def distilled(tmp_path_factory) -> tuple[Path, object]:
     target = open_target(write_target(folder / "target"), (1, 3, 5))
     samples = [answered(target, prompt, 20) for prompt in random_prompts([5, 9, 12, 3, 7])]
     samples = [replace(sample, id=number) for number, sample in enumerate(samples, 1)]
-    cache = write_cache(folder / "cache", samples, dtype="float32", taps=(1, 3, 5))
-    target.head.save(cache / HEAD_NAME)
+    cache = write_cache(folder / "cache", samples, dtype="float32", taps=(1, 3, 5), head=target.head)
     return cache, target
 
 
