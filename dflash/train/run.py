@@ -216,13 +216,9 @@ class Run:
 
     def progress(self) -> Dashboard:
         """A bar over the tokens of the run; without epochs over its estimated tokens."""
-        if self.config.epochs is not None and self.config.max_steps is None:
-            total = self.config.epochs * self.sampler.epoch_tokens
-        else:
-            per_step = self.config.sampler.tokens_per_batch * self.config.sampler.batches_per_step
-            total = (self.config.max_steps or 0) * per_step
-            if self.config.epochs is not None:
-                total = min(total, self.config.epochs * self.sampler.epoch_tokens)
+        per_step = self.config.sampler.tokens_per_batch * self.config.sampler.batches_per_step
+        ends = ((self.config.epochs, self.sampler.epoch_tokens), (self.config.max_steps, per_step))
+        total = min(count * tokens for count, tokens in ends if count is not None)
         return Dashboard(self.log, total, done=self.consumed, enabled=self.world.is_main)
 
     def through(self, tokens: int) -> float:
@@ -372,8 +368,7 @@ class Run:
             CheckpointError: the last checkpoint could not be written.
         """
         if self.saved != self.done:
-            settings, mix = self.config.settings(), self.log.mix_state()
-            best = self.best.state()
+            settings, mix, best = self.config.settings(), self.log.mix_state(), self.best.state()
             state = TrainState(self.done, self.sampler_state, settings, mix, best)
             taken = snapshot(self.drafter, self.optimizer, wanted=self.world.is_main)
             failure = self._write(taken, state) if self.world.is_main else None
