@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import Self
 
 from dflash.errors import CorpusError, ServerError
 from dflash.extract.conversation import Message, Unusable
@@ -24,6 +26,8 @@ from dflash.stopping import StopFlag, stop_signals
 WINDOW = 4096
 """Conversations that are sorted by length together when the target here answers."""
 _POLL_S = 0.2
+_PARTING_S = 2.0
+"""Seconds that requests under way get to end when the run does."""
 
 
 @dataclass
@@ -141,34 +145,59 @@ def _by_server(run: _Run, tasks: Sequence[Task]) -> int:
         from dflash.regenerate.local import Prompter  # loads torch, which a client need not
 
         render = Prompter(run.config).ids
-    with closing(Server(run.config, lambda: run.stop.name is not None, render)) as server:
-        pool = ThreadPoolExecutor(run.config.concurrency, thread_name_prefix="regenerate")
-        try:
-            return _collect(run, server, pool, tasks)
-        finally:
-            # Requests under way end when the server's connections are closed, which comes next.
-            pool.shutdown(wait=False, cancel_futures=True)
+    with (
+        closing(Server(run.config, lambda: run.stop.name is not None, render)) as server,
+        _Workers(run.config.concurrency, server) as workers,
+    ):
+        return _collect(run, workers, tasks)
 
 
-def _collect(run: _Run, server: Server, pool: ThreadPoolExecutor, tasks: Sequence[Task]) -> int:
-    done: queue.Queue[tuple[Task, list[Answer] | Exception]] = queue.Queue()
+class _Workers:
+    """Threads that ask. Daemons: a process that is told to stop does not wait for answers under way."""
 
-    def work(task: Task) -> None:
-        try:
-            done.put((task, list(_turns(task, server.answer))))
-        except Exception as error:  # noqa: BLE001 - handed to the thread that collects
-            done.put((task, error))
+    def __init__(self, count: int, server: Server) -> None:
+        self._server = server
+        self._tasks: queue.Queue[Task | None] = queue.Queue()
+        self.done: queue.Queue[tuple[Task, list[Answer] | Exception]] = queue.Queue()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
 
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
+        self._server.close()
+        deadline = time.monotonic() + _PARTING_S
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def submit(self, task: Task) -> None:
+        """Have a conversation answered; it comes out of `done`."""
+        self._tasks.put(task)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                self.done.put((task, list(_turns(task, self._server.answer))))
+            except Exception as error:  # noqa: BLE001, PERF203 - handed to the thread that collects
+                self.done.put((task, error))
+
+
+def _collect(run: _Run, workers: _Workers, tasks: Sequence[Task]) -> int:
     waiting, failures = iter(tasks), _Failures(run)
     under_way = 0
     while run.stop.name is None:
-        while under_way < 2 * run.config.concurrency and (task := next(waiting, None)) is not None:
-            pool.submit(work, task)
+        # Few more than can be asked at once: on a stop, what waits here is simply not asked.
+        while under_way < run.config.concurrency + 1 and (task := next(waiting, None)) is not None:
+            workers.submit(task)
             under_way += 1
         if not under_way:
             break
         try:
-            task, outcome = done.get(timeout=_POLL_S)  # wakes up to see a signal
+            task, outcome = workers.done.get(timeout=_POLL_S)  # wakes up to see a signal
         except queue.Empty:
             continue
         under_way -= 1

@@ -83,11 +83,12 @@ class Server:
             # A server on this machine or in this network is not reached through a proxy of the environment.
             trust_env=False,
         )
-        self._limit = RateLimit(config.rate_limit)
+        self._limit, self._closing = RateLimit(config.rate_limit), threading.Event()
         self.model = config.model or self._first_model()
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close its connections; who waits to ask again gives up."""
+        self._closing.set()
         self._client.close()
 
     def answer(self, messages: list[Message]) -> Answer:
@@ -140,11 +141,11 @@ class Server:
             outcome, delay = self._attempt(method, path, body, check)
             if not isinstance(outcome, str):
                 return outcome
-            if attempt == self.config.retries or self._stopping():
+            if attempt == self.config.retries or self._stopping() or self._closing.is_set():
                 break
             # Exponential back-off with full jitter, so that many clients do not come back at once.
             backoff = min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S) * random.uniform(0.5, 1.0)
-            time.sleep(max(delay, backoff))
+            self._closing.wait(max(delay, backoff))
         raise RequestFailed(outcome)
 
     def _attempt(

@@ -373,3 +373,26 @@ def test_what_is_written_is_what_extraction_reads(stub, data, tmp_path):
     tokenizer = load_tokenizer(str(write_target(tmp_path / "target")))
     corpus = load_corpus(CorpusConfig((str(tmp_path / "out.jsonl"),), 256, 2), tokenizer, show=False)
     assert len(corpus) == ROWS
+
+
+def test_a_stop_does_not_wait_for_answers_under_way(stub, data, tmp_path):
+    stub.delay = 30.0
+    command = [
+        sys.executable,
+        "-m",
+        "dflash",
+        "regenerate",
+        "--data",
+        data,
+        "--out",
+        str(tmp_path / "o.jsonl"),
+    ]
+    with subprocess.Popen([*command, "--server", stub.url], stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not stub.under_way and time.monotonic() < deadline:
+            time.sleep(0.02)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 15
