@@ -7,7 +7,8 @@ DflashError
 ├── CacheError
 │   ├── CacheIncomplete    extraction has not finished
 │   ├── CacheCorrupt       bytes differ from what was committed
-│   └── CacheMismatch      another identity than the one asked for
+│   ├── CacheMismatch      another identity than the one asked for
+│   └── StoreError         an object store does not answer, or refuses
 ├── RankFailed             another process of the run has failed, so this one ends too
 ├── TrainingError          training cannot go on: a loss that is not finite, say
 │   └── SourceStarved      the cache that is followed has not delivered for too long
@@ -52,6 +53,10 @@ class CacheCorrupt(CacheError):  # noqa: N818
 
 class CacheMismatch(CacheError):  # noqa: N818
     """The cache has another identity than the one asked for."""
+
+
+class StoreError(CacheError):
+    """An object store that holds a cache does not answer, or refuses."""
 
 
 class RankFailed(DflashError):  # noqa: N818

@@ -10,7 +10,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+from object_store import Proxy, environment, make_bucket, proxy, s3_server
+
+from dflash import store
 
 _connect = socket.socket.connect
 
@@ -24,3 +31,30 @@ def _loopback_only(self: socket.socket, address: object) -> None:
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", _loopback_only)
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    """Port of an S3 server on loopback, one for the session."""
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proxy]:
+    """A proxy that can be told to fail, before an S3 server; mirrors are in `tmp_path`."""
+    with proxy(s3_port) as server:
+        for name, value in environment(server.server_address[1]).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("DFLASH_LOCAL_CACHE", str(tmp_path / "mirrors"))
+        monkeypatch.setattr(store, "RETRY_S", 15.0)
+        monkeypatch.setattr(store, "TIMEOUT_S", 0.5)
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_port: int, s3: Proxy) -> str:
+    """URL of a new bucket."""
+    name = f"bucket-{uuid.uuid4().hex}"
+    make_bucket(s3_port, name)
+    return f"s3://{name}"

@@ -284,6 +284,7 @@ def _link_piece(out: Path, reader: CacheReader, piece: Piece) -> None:
     """Commit a source's shard, linked where the file system can, else copied and checked."""
     index, number = reader.index, piece.linked or 0
     layout, digest = index.layouts[number], index.digests[number]
+    reader.fetch([number])
     if problem := shard_problem(reader.cache, layout, ""):
         raise CacheCorrupt(f"{reader.cache / layout.name}: {problem}; {REPAIR}")
     path = out / layout.name

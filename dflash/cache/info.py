@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflash.cache.index import load_index
+from dflash.cache.index import load_index, shards_on_disk
 from dflash.cache.manifest import load_manifest
+from dflash.cache.mirror import mirror_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,8 +32,11 @@ def cache_info(cache: Path) -> dict[str, Any]:
     index = load_index(cache, manifest)
     tokens = int(index.lengths.sum(dtype=np.int64))
     shard_bytes = sum(layout.file_size for layout in index.layouts)
+    mirror = mirror_of(cache)
+    shards = shards_on_disk(cache) if mirror is None else mirror.shard_sizes()
+    there = set(shards)
     return {
-        "cache": str(cache),
+        "cache": str(cache) if mirror is None else mirror.url,
         "format_version": manifest.format_version,
         "identity": asdict(manifest.identity),
         "digest": manifest.digest(),
@@ -46,9 +50,9 @@ def cache_info(cache: Path) -> dict[str, Any]:
         "supervised_tokens": int(index.supervised.sum(dtype=np.int64)),
         "shards": len(index.layouts),
         "shard_bytes": shard_bytes,
-        "total_bytes": _folder_bytes(cache),
+        "total_bytes": _folder_bytes(cache) if mirror is None else sum(mirror.store.sizes().values()),
         "bytes_per_token": shard_bytes / tokens if tokens else None,
-        "missing_shards": [layout.name for layout in index.layouts if not (cache / layout.name).is_file()],
+        "missing_shards": [layout.name for layout in index.layouts if layout.name not in there],
         "buckets": _buckets(manifest.identity, index),
     }
 

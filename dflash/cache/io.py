@@ -145,6 +145,13 @@ class OpenFiles(Generic[T]):
                 self._evict()
             return opened
 
+    def forget(self, number: int) -> None:
+        """Let go of one file: the next `get` opens it anew."""
+        with self._lock:
+            held = self._held.pop(number, None)
+            if held is not None:
+                self._weight -= self._weigh(held)
+
     def drop(self) -> None:
         """Let go of all files."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -12,11 +13,12 @@ import torch
 from dflash.cache.index import CacheIndex, check_complete, committed_ids, load_index
 from dflash.cache.io import MAX_OPEN_FILES, OpenFile, OpenFiles, Workers, neighbours, portions
 from dflash.cache.manifest import REPAIR, load_manifest
+from dflash.cache.mirror import mirror_of
 from dflash.cache.shard import DATA_START, TORCH_DTYPES, Sample, ShardLayout
 from dflash.errors import CacheCorrupt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -54,6 +56,8 @@ class CacheReader:
         self._bytes_per_token = self.manifest.identity.bytes_per_token
         self._shards = OpenFiles(self._open, _Shard.weight, max_open, MAX_TAIL_BYTES)
         self._workers = Workers()
+        self._mirror = mirror_of(cache)
+        self._closing = threading.Event()
         self._checked = True  # the benchmark alone turns it off, to measure what the checksums cost
 
     def __enter__(self) -> Self:
@@ -66,6 +70,7 @@ class CacheReader:
 
     def close(self) -> None:
         """Close the open shards. The reader stays usable and opens them again at need."""
+        self._closing.set()
         self._workers.close()
         self._shards.drop()
 
@@ -122,10 +127,23 @@ class CacheReader:
         )
 
         def read(part: slice) -> None:
-            self._shards.get(shards.item(part.start)).read(batch, part, checked=self._checked)
+            self._read_part(shards.item(part.start), batch, part)
 
+        self.fetch(np.unique(shards).tolist())
         self._workers.run(read, portions(shards, batch.sizes))
         return self._samples(batch, order, flat)
+
+    def _read_part(self, shard: int, batch: _Batch, part: slice) -> None:
+        try:
+            self._shards.get(shard).read(batch, part, checked=self._checked)
+        except CacheCorrupt:
+            if self._mirror is None:
+                raise
+            # The local copy has gone bad, or another process took it away: once more from the store.
+            self._mirror.forget(self.index.layouts[shard].name)
+            self._shards.forget(shard)
+            self.fetch([shard])
+            self._shards.get(shard).read(batch, part, checked=self._checked)
 
     def _samples(self, batch: _Batch, order: NDArray[np.int64], flat: torch.Tensor) -> list[Sample]:
         """The samples of a batch that has been read, number i of it at place `order[i]`."""
@@ -143,6 +161,24 @@ class CacheReader:
         shape = (-1, len(identity.taps), identity.hidden_size)
         together = flat.view(TORCH_DTYPES[identity.dtype]).view(shape)
         return torch.split(together, (sizes // self._bytes_per_token).tolist())
+
+    def fetch(self, shards: Iterable[int]) -> None:
+        """Make sure that these shards lie in the folder: those of a cache in an object store may not yet.
+
+        Raises:
+            CacheCorrupt: a shard is missing or damaged in the store.
+            StoreError: the store does not answer, or refuses.
+        """
+        if self._mirror is not None:
+            self._mirror.fetch((self.index.layouts[n], self.index.digests[n]) for n in shards)
+
+    def fetch_ahead(self) -> None:
+        """Begin to fetch shards of a cache in an object store in a thread, as many as may be kept."""
+        if self._mirror is not None:
+            self._closing.clear()
+            shards = zip(self.index.layouts, self.index.digests, strict=True)
+            work, stop = self._mirror.fetch_ahead, self._closing
+            threading.Thread(target=work, args=(shards, stop), name="fetch-ahead", daemon=True).start()
 
     def _open(self, number: int) -> _Shard:
         return _Shard(self.cache, self.index.layouts[number])

@@ -28,6 +28,7 @@ from dflash.cache.manifest import (
     load_manifest,
     save_manifest,
 )
+from dflash.cache.mirror import mirror_of
 from dflash.cache.parts import TOKENIZER_FOLDER
 from dflash.cache.scan import Fault, short
 from dflash.cache.shard import SHARDS_FOLDER
@@ -154,6 +155,8 @@ def _repaired(
         if name not in bad and _without_shards(cache, manifest, aside, path, bad_shards):
             moved.add(name)
     _move(cache, aside, moved - parts)
+    if (mirror := mirror_of(cache)) is not None:
+        mirror.push_repaired(layout.name for layout in load_index(cache, load_manifest(cache)).layouts)
     gone = manifest.expected_samples - (len(index) - len(lost)) if manifest.complete else len(lost)
     return RepairReport(cache, tuple(faults), aside, tuple(lost.tolist()), max(gone - len(lost), 0), made_by)
 

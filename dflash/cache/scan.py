@@ -100,7 +100,7 @@ def stray_faults(cache: Path, index: CacheIndex) -> list[Fault]:
     ]
 
 
-def short(error: Exception, path: Path) -> str:
+def short(error: Exception, path: Path | str) -> str:
     """An error's text without the path in front and the advice behind."""
     return str(error).removeprefix(f"{path}: ").removeprefix(f"{path} ").removesuffix(f"; {REPAIR}")
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from dflash.cache.info import format_bytes
 from dflash.cache.manifest import MANIFEST_NAME, load_manifest
+from dflash.cache.mirror import mirror_of
 from dflash.cache.reader import CacheReader
 from dflash.cache.scan import Fault, completeness_fault, part_faults, scan_index, short, stray_faults
 from dflash.cache.shard import DATA_START, ShardLayout, shard_digest
@@ -26,11 +27,12 @@ from dflash.files import size_of_file
 from dflash.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dflash.cache.index import CacheIndex
     from dflash.cache.manifest import Manifest
+    from dflash.cache.mirror import Mirror
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,11 @@ def verify_loaded(
     if manifest.complete:  # elsewhere they are what an interrupted writer has left
         faults += stray_faults(cache, index)
     sizes = [layout.file_size for layout in index.layouts]
-    check = partial(_shard_fault, cache, index, deep=deep)
+    mirror = mirror_of(cache)
+    if mirror is None:
+        check = partial(_shard_fault, cache, index, deep=deep)
+    else:
+        check = partial(_stored_shard_fault, mirror, index, {} if deep else mirror.shard_sizes())
     done = 0
     with Progress("verify", sum(sizes) >> 20, "MiB", enabled=show and deep) as progress:
         for size, fault in zip(sizes, _in_turn(check, range(len(sizes)), jobs), strict=True):
@@ -158,6 +164,26 @@ def _shard_fault(cache: Path, index: CacheIndex, number: int, *, deep: bool) -> 
             problem = _bad_samples(cache, index, number)
     except OSError as error:
         problem = f"cannot be read ({error})"
+    return None if problem is None else Fault(layout.name, problem, layout.samples)
+
+
+def _stored_shard_fault(
+    mirror: Mirror, index: CacheIndex, sizes: Mapping[str, int], number: int
+) -> Fault | None:
+    """What is wrong with one shard in an object store: with its size, or where none are given, with any byte.
+
+    Raises:
+        StoreError: the store does not answer, which says nothing about the shard.
+    """
+    layout, problem = index.layouts[number], None
+    if sizes and sizes.get(layout.name) != layout.file_size:
+        problem = f"{sizes.get(layout.name, 'no')} bytes, committed with {layout.file_size:,}"
+    if not sizes:
+        try:
+            mirror.forget(layout.name)  # the store is asked, not the copy that is here
+            mirror.fetch([(layout, index.digests[number])])
+        except CacheCorrupt as error:
+            problem = short(error, f"{mirror.url}/{layout.name}")
     return None if problem is None else Fault(layout.name, problem, layout.samples)
 
 

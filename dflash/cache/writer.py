@@ -36,14 +36,16 @@ from dflash.cache.shard import (
     shard_name,
 )
 from dflash.errors import CacheCorrupt, CacheError, CacheIncomplete
-from dflash.files import TMP_SUFFIX, fsync_path, publish, publish_bytes
+from dflash.files import TMP_SUFFIX, fsync_path, publish, publish_bytes, size_of_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
+
+    from dflash.cache.mirror import Mirror
 
 __all__ = ["CacheWriter", "Sample", "create_cache", "finalize", "sweep_uncommitted"]
 
@@ -61,20 +63,29 @@ class CacheWriter:
         manifest: What `create_cache` returned.
         writer: Plain name that no other running writer of this cache has, e.g. `"rank0"`; names the units.
         shard_bytes: Size of hidden states at which a shard is committed.
+        mirror: The folder's, where the cache is in an object store: a commit is handed over to it at once.
 
     Raises:
         CacheError: the name is not plain, or the folder cannot be written.
     """
 
-    def __init__(self, cache: Path, manifest: Manifest, writer: str, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        cache: Path,
+        manifest: Manifest,
+        writer: str,
+        shard_bytes: int = SHARD_BYTES,
+        mirror: Mirror | None = None,
+    ) -> None:
         self.cache, self.manifest, self.writer, self.shard_bytes = cache, manifest, writer, shard_bytes
+        self._mirror = mirror
         shard_name(manifest.identity.max_length, f"{writer}-000000")  # refuses a bad name before any work
         self._open: dict[int, tuple[ShardStream, str, list[IndexRow]]] = {}
         self._failed = False
         with self._guarded():
             _make_folder(cache / INDEX_FOLDER)
             _make_folder(cache / SHARDS_FOLDER)
-            self._next_unit = _first_free_unit(cache, writer)
+            self._next_unit = _first_free_unit(cache, writer, mirror.taken_units() if mirror else [])
 
     def __enter__(self) -> Self:
         return self
@@ -136,6 +147,8 @@ class CacheWriter:
         layout = ShardLayout(shard_name(edge, unit), self.manifest, edge, stream.samples, stream.tokens)
         commit_shard(self.cache, stream, layout, rows, unit)
         del self._open[bucket]
+        if self._mirror is not None:
+            self._mirror.commit(layout.name, unit)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -181,12 +194,13 @@ def commit_shard(
     publish_bytes(fragment_path(cache, unit), fragment_bytes(layout, rows, unit, digest), replace=False)
 
 
-def finalize(cache: Path, bad: Sequence[BadSample] = ()) -> Manifest:
+def finalize(cache: Path, bad: Sequence[BadSample] = (), sizes: Mapping[str, int] | None = None) -> Manifest:
     """Mark a cache complete, once every expected sample is committed and every shard has its size.
 
     Args:
         cache: The cache's folder.
         bad: Samples that turned out to be bad since the cache was begun: they are no longer expected.
+        sizes: Bytes of the shards by name where they are in an object store; by default those on the disk.
 
     Raises:
         CacheIncomplete: samples are missing.
@@ -211,11 +225,10 @@ def finalize(cache: Path, bad: Sequence[BadSample] = ()) -> Manifest:
         raise CacheCorrupt(f"{cache}: {counts}; it holds samples of another run, extract into a new folder")
     for layout in index.layouts:
         path = cache / layout.name
-        size = path.stat().st_size if path.is_file() else None
+        size = size_of_file(path) if sizes is None else sizes.get(layout.name, -1)
         if size != layout.file_size:
-            raise CacheCorrupt(
-                f"{path}: {size or 'no'} bytes, committed with {layout.file_size}; extract it again"
-            )
+            found = size if size >= 0 else "no"
+            raise CacheCorrupt(f"{path}: {found} bytes, committed with {layout.file_size}; extract it again")
     done = replace(manifest, complete=True, content_digest=index.digest())
     if not manifest.complete:
         save_manifest(cache, done)
@@ -249,11 +262,12 @@ def _make_folder(path: Path) -> None:
         fsync_path(path.parent)
 
 
-def _first_free_unit(cache: Path, writer: str) -> int:
+def _first_free_unit(cache: Path, writer: str, elsewhere: Sequence[str]) -> int:
     """One more than the last unit of this writer's name, committed or not: nothing is ever replaced."""
     unit = re.compile(
         rf"{re.escape(writer)}-([0-9]{{6,}})({re.escape(FRAGMENT_SUFFIX)}|{re.escape(SHARD_SUFFIX)})"
     )
     paths = [*(cache / INDEX_FOLDER).iterdir(), *(cache / SHARDS_FOLDER).glob("*/*")]
-    numbers = [int(match[1]) for path in paths if (match := unit.fullmatch(path.name))]
+    names = [*(path.name for path in paths), *elsewhere]
+    numbers = [int(match[1]) for name in names if (match := unit.fullmatch(name))]
     return max(numbers, default=-1) + 1

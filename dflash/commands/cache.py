@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from dflash.commands.common import PATH
+from dflash.commands.common import CACHE
 from dflash.commands.derive import drop_taps, merge, rebucket, subset
 
-_cache_argument = click.argument("cache_folder", metavar="CACHE", type=PATH)
+_cache_argument = click.argument("cache_folder", metavar="CACHE", type=CACHE)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _jobs_option = click.option(
     "--jobs",
@@ -64,6 +64,24 @@ def verify(cache_folder: Path, *, deep: bool, jobs: int, as_json: bool) -> None:
     click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.text())
     if not report.whole:
         raise SystemExit(1)
+
+
+@cache.command()
+@_cache_argument
+@click.argument("url")
+@_json_option
+def push(cache_folder: Path, url: str, *, as_json: bool) -> None:
+    """Send a cache to an object store; rerunning the command goes on where it stopped.
+
+    \b
+    dflash cache push cache s3://bucket/cache
+    """
+    from dflash.cache.info import format_bytes
+    from dflash.cache.push import push_cache
+
+    count = push_cache(cache_folder, url)
+    text = f"{url}: {format_bytes(count)} of shards, index and manifest are there"
+    click.echo(json.dumps({"url": url, "shard_bytes": count}) if as_json else text)
 
 
 @cache.command()
@@ -131,8 +149,8 @@ def show(cache_folder: Path, sample_id: int, *, as_json: bool) -> None:
 
 
 @cache.command()
-@click.argument("one", metavar="CACHE", type=PATH)
-@click.argument("other", metavar="OTHER", type=PATH)
+@click.argument("one", metavar="CACHE", type=CACHE)
+@click.argument("other", metavar="OTHER", type=CACHE)
 @_json_option
 def diff(one: Path, other: Path, *, as_json: bool) -> None:
     """Identity and samples of two caches beside each other; exit code 1 where they differ.

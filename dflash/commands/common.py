@@ -12,7 +12,6 @@ import click
 from dflash.errors import EXIT_RANK_FAILED, DflashError, RankFailed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-PATH = click.Path(path_type=Path)
 
 
 class UserError(click.ClickException):
@@ -40,6 +39,42 @@ class Group(click.Group):
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
             raise SystemExit(130) from None
+
+
+class LocalPath(click.Path):
+    """A path; a URL in its place is a mistake."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse a URL, which would become a folder of that name."""
+        if "://" in str(value):
+            self.fail(f"{value} is a URL; here a path is needed", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class CachePath(click.ParamType):  # type: ignore[type-arg] # generic since click 8.5 only
+    """A cache by its path or URL; the value is the folder in which it is worked on.
+
+    Args:
+        pull: Whether the cache is there already, and this folder is to be brought up to date.
+    """
+
+    name = "path or url"
+
+    def __init__(self, *, pull: bool = True) -> None:
+        self._pull = pull
+
+    def convert(self, value: Any, _param: click.Parameter | None, _ctx: click.Context | None) -> Path:
+        """Turn a URL into the folder of its mirror."""
+        if "://" not in str(value):
+            return Path(value)
+        from dflash.cache.mirror import local_folder
+
+        return local_folder(str(value), pull=self._pull)
+
+
+PATH = LocalPath(path_type=Path)
+CACHE = CachePath()
+NEW_CACHE = CachePath(pull=False)
 
 
 class IntList(click.ParamType):  # type: ignore[type-arg] # generic since click 8.5 only

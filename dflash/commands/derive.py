@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dflash.commands.common import PATH, IntList, options
+from dflash.commands.common import CACHE, NEW_CACHE, IntList, options
 
 if TYPE_CHECKING:
     from dflash.cache.derive import Derived
 
-_cache_argument = click.argument("cache_folder", metavar="CACHE", type=PATH)
+_cache_argument = click.argument("cache_folder", metavar="CACHE", type=CACHE)
 _made_options = options(
-    click.option("--out", required=True, type=PATH, help="Folder of the new cache."),
+    click.option("--out", required=True, type=NEW_CACHE, help="Folder or URL of the new cache."),
     click.option(
         "--shard-mb",
         type=click.IntRange(min=1),
@@ -28,7 +28,7 @@ _made_options = options(
 
 
 @click.command()
-@click.argument("caches", metavar="CACHE...", type=PATH, nargs=-1, required=True)
+@click.argument("caches", metavar="CACHE...", type=CACHE, nargs=-1, required=True)
 @_made_options
 def merge(caches: tuple[Path, ...], out: Path, shard_mb: int, *, as_json: bool) -> None:
     """One cache with the samples of several of the same identity; duplicates come once.
@@ -40,7 +40,7 @@ def merge(caches: tuple[Path, ...], out: Path, shard_mb: int, *, as_json: bool) 
     """
     from dflash.cache.recipes import merge as run
 
-    _echo(run(caches, out, shard_mb << 20), as_json=as_json)
+    _finish(out, run(caches, out, shard_mb << 20), as_json=as_json)
 
 
 @click.command()
@@ -64,7 +64,7 @@ def subset(
     from dflash.cache.recipes import Choice
     from dflash.cache.recipes import subset as run
 
-    _echo(run(cache_folder, out, Choice(where, share, seed), shard_mb << 20), as_json=as_json)
+    _finish(out, run(cache_folder, out, Choice(where, share, seed), shard_mb << 20), as_json=as_json)
 
 
 @click.command()
@@ -81,7 +81,7 @@ def rebucket(cache_folder: Path, edges: tuple[int, ...], out: Path, shard_mb: in
     """
     from dflash.cache.recipes import rebucket as run
 
-    _echo(run(cache_folder, out, edges, shard_mb << 20), as_json=as_json)
+    _finish(out, run(cache_folder, out, edges, shard_mb << 20), as_json=as_json)
 
 
 @click.command("drop-taps")
@@ -100,8 +100,12 @@ def drop_taps(cache_folder: Path, keep: tuple[int, ...], out: Path, shard_mb: in
     """
     from dflash.cache.recipes import drop_taps as run
 
-    _echo(run(cache_folder, out, keep, shard_mb << 20), as_json=as_json)
+    _finish(out, run(cache_folder, out, keep, shard_mb << 20), as_json=as_json)
 
 
-def _echo(made: Derived, *, as_json: bool) -> None:
+def _finish(out: Path, made: Derived, *, as_json: bool) -> None:
+    """Send what was made for a URL there, and say what was made."""
+    from dflash.cache.push import push_made
+
+    push_made(out)
     click.echo(json.dumps(made.to_json(), indent=2) if as_json else made.text())

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from dflash.commands.common import (
-    PATH,
+    NEW_CACHE,
     IntList,
     NameMap,
     config_option,
@@ -25,7 +25,7 @@ from dflash.commands.common import (
     click.option(
         "--data", required=True, multiple=True, help="Conversations: file, folder, pattern or data set."
     ),
-    click.option("--out", required=True, type=PATH, help="Folder of the cache."),
+    click.option("--out", required=True, type=NEW_CACHE, help="Folder or URL of the cache."),
     click.option("--taps", type=IntList(), help="0-based target layers to tap.  [default: 5, evenly spread]"),
     click.option("--max-length", default=3072, show_default=True, help="Tokens at which a sample is cut."),
     click.option(

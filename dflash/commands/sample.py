@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from dflash.commands.common import PATH, config_option, options
+from dflash.commands.common import CACHE, PATH, config_option, options
 
 
 @click.command()
-@click.argument("cache", type=PATH)
+@click.argument("cache", type=CACHE)
 @options(
     config_option,
     click.option(

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from dflash.commands.common import PATH, config_option, nproc_option, options, started_ranks
+from dflash.commands.common import CACHE, PATH, config_option, nproc_option, options, started_ranks
 
 
 @click.command()
 @options(
     config_option,
-    click.option("--cache", required=True, type=PATH, help="Cache to train from."),
+    click.option("--cache", required=True, type=CACHE, help="Cache to train from: a folder or URL."),
     click.option("--out", required=True, type=PATH, help="Folder of the run."),
     click.option("--init-from", type=PATH, help="Run or drafter folder to train further."),
     click.option("--block-size", default=16, show_default=True, help="Block size B, the anchor included."),

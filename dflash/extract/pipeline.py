@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from dflash.board import Board
 from dflash.cache.index import load_index
 from dflash.cache.manifest import BadSample, Manifest, bucket_of, load_manifest
+from dflash.cache.mirror import mirror_of
 from dflash.cache.planned import Planned, save_planned
 from dflash.cache.speeds import save_speeds
 from dflash.cache.writer import CacheWriter, finalize
@@ -75,12 +77,19 @@ def extract(config: ExtractConfig, world: World) -> ExtractReport:
 
 def _prepared(config: ExtractConfig, world: World, board: Board) -> tuple[TokenizedCorpus, Manifest]:
     tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    mirror = mirror_of(config.out)
     if world.is_main:
         corpus = load_corpus(config.corpus, tokenizer)
+        if mirror is not None:
+            mirror.pull(writing=True)
         manifest = prepare(config, tokenizer, corpus)
+        if mirror is not None and not manifest.complete:
+            mirror.push_parts()
         board.meet("prepared")
         return corpus, manifest
     board.meet("prepared")  # the main rank has kept the tokens by now
+    if mirror is not None:
+        mirror.pull()
     corpus, manifest = load_corpus(config.corpus, tokenizer, show=False), load_manifest(config.out)
     if corpus.digest not in manifest.corpora:
         raise CacheMismatch(
@@ -99,7 +108,8 @@ def _units(config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, b
     batches = remaining(batches, corpus.ids, done)
     if board.world.is_main and batches:
         owed = corpus.lengths[np.concatenate(batches)]
-        check_space(config.out, owed, per_token, force=config.force)
+        if mirror_of(config.out) is None:  # a mirror keeps within its bound by itself
+            check_space(config.out, owed, per_token, force=config.force)
         save_planned(config.out, Planned.of(np.concatenate([index.lengths, owed]), edges))
     board.meet("planned")  # no rank may commit before all have looked
     limit = max(config.shard_bytes // per_token, 1)
@@ -255,7 +265,9 @@ def _extract_units(
     capturer = Capturer(target, run.corpus)
     note = "packed" if target.packed else f"{pad_share(units):.1%} padding"
     with (
-        CacheWriter(config.out, run.manifest, f"rank{world.rank}", _NO_LIMIT) as writer,
+        CacheWriter(
+            config.out, run.manifest, f"rank{world.rank}", _NO_LIMIT, mirror_of(config.out)
+        ) as writer,
         Sink(writer) as sink,
     ):
 
@@ -309,7 +321,7 @@ def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
     stopped = board.stop_asked() if sum(one.samples for one in ranks) + len(bad) < owed else None
 
     def finish() -> dict[str, Any]:
-        manifest = load_manifest(config.out) if stopped else finalize(config.out, bad)
+        manifest = load_manifest(config.out) if stopped else _finalized(config.out, bad)
         save_speeds(config.out, _speeds(ranks))
         layouts = load_index(config.out, manifest).layouts
         return {
@@ -332,6 +344,21 @@ def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
         stopped=stopped,
         **board.shared("cache", finish),
     )
+
+
+def _finalized(cache: Path, bad: Sequence[BadSample]) -> Manifest:
+    """The manifest of the finished cache; one in an object store learns of it last."""
+    mirror = mirror_of(cache)
+    if mirror is None:
+        return finalize(cache, bad)
+    mirror.pull()  # what ranks on other machines have committed
+    before = load_manifest(cache)
+    manifest = finalize(cache, bad, mirror.shard_sizes())
+    if manifest == before:
+        return manifest
+    mirror.push_manifest()
+    mirror.sweep(layout.name for layout in load_index(cache, manifest).layouts)
+    return manifest
 
 
 def _speeds(ranks: Sequence[_Done]) -> dict[int, float]:

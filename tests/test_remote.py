@@ -1,0 +1,147 @@
+"""A cache by URL, from the command line: extracted, looked at, trained from; the store comes and goes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+from support import write_cache, write_target
+from train.tiny_runs import LENGTHS
+
+from dflash import store
+from dflash.cache.mirror import FOLDER_VARIABLE, local_folder
+from dflash.cache.reader import CacheReader
+from dflash.cli import cli
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def done(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: object) -> str:
+    """A command that fails as users' mistakes do: exit code 2 and one line, which is returned."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return write_target(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture
+def extract(target, tmp_path, monkeypatch) -> tuple[object, ...]:
+    """Flags of an extraction of 24 conversations in several shards, without --out."""
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {n}"},
+                {"role": "assistant", "content": "word " * (1 + 5 * n % 17)},
+            ]
+        }
+        for n in range(24)
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--max-length", 128, "--bucket-edges", "32,64,128", "--tokens-per-batch", 128)
+    return ("extract", "--target", target, "--data", data, "--taps", "1,3", *flags, "--nproc", 1)
+
+
+def everything(place: object) -> dict[int, bytes]:
+    with CacheReader(local_folder(str(place))) as reader:
+        return {
+            s.id: s.hidden_states.float().numpy().tobytes() for s in reader.read(range(len(reader.index)))
+        }
+
+
+def test_extraction_whose_store_dies_midway_is_finished_by_another_machine(
+    extract, bucket, s3, tmp_path, monkeypatch
+):
+    done(*extract, "--out", tmp_path / "local")
+    url, fragments = f"{bucket}/cache", []
+
+    def away(method: str, path: str) -> str | None:
+        if method == "PUT" and "/index/" in path:
+            fragments.append(path)
+        return "drop" if len(fragments) > 1 else None
+
+    s3.fault = away
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "RETRY_S", 0.3)
+        assert "run the same command again when the store answers" in refused(*extract, "--out", url)
+    s3.reset()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "second"))
+    assert 0 < json.loads(done("cache", "info", url, "--json"))["samples"] < 24
+    assert "run the same `dflash extract`" in refused("train", "--cache", url, "--out", tmp_path / "run")
+    done(*extract, "--out", url)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "third"))
+    assert everything(url) == everything(tmp_path / "local")
+    s3.requests.clear()
+    done(*extract, "--out", url)  # finished: nothing is written
+    assert not [request for request in s3.requests if request.startswith("PUT")]
+    assert "dtype: this 'float32', other 'bfloat16'" in refused(*extract, "--dtype", "float32", "--out", url)
+
+
+def test_training_from_a_url_takes_the_steps_of_training_from_the_folder(bucket, tmp_path, monkeypatch):
+    cache, url = write_cache(tmp_path / "cache", LENGTHS), f"{bucket}/cache"
+    done("cache", "push", cache, url)
+    monkeypatch.setenv("DFLASH_LOCAL_CACHE_GB", "4e-5")  # less than the cache: copies come and go
+    flags = ("--layers", 1, "--block-size", 4, "--tokens-per-batch", 64, "--batches-per-step", 2)
+    flags += ("--max-steps", 4, "--holdout", 0, "--min-ready", 1, "--max-ready", 4, "--nproc", 1)
+    for place, name in ((cache, "one"), (url, "two")):
+        done("train", "--cache", place, "--out", tmp_path / name, *flags)
+    one, two = (
+        load_file(max((tmp_path / name).rglob("model.safetensors"), key=str)) for name in ("one", "two")
+    )
+    assert one.keys() == two.keys()
+    assert all(bool((one[name] == two[name]).all()) for name in one)
+
+
+def test_every_tool_takes_a_url(bucket, tmp_path, monkeypatch):
+    cache, url = write_cache(tmp_path / "cache", LENGTHS), f"{bucket}/cache"
+    assert "are there" in done("cache", "push", cache, url)
+    assert "are there" in done("cache", "push", cache, url)  # again: nothing to do
+    other = write_cache(tmp_path / "other", LENGTHS, seed=1)
+    assert "holds something else" in refused("cache", "push", other, url)
+    assert url in done("cache", "info", url)
+    assert done("cache", "ls", url, "--json") == done("cache", "ls", cache, "--json")
+    done("cache", "verify", url)
+    done("cache", "verify", url, "--deep")
+    done(
+        "sample",
+        url,
+        "--settings",
+        "tokens-per-batch=64,batches-per-step=2,min-ready=1,max-ready=4",
+        "--ranks",
+        2,
+    )
+    done("cache", "subset", url, "--where", "length < 40", "--out", f"{bucket}/small")
+    done("cache", "subset", cache, "--where", "length < 40", "--out", tmp_path / "small")
+    shutil.rmtree(tmp_path / "mirrors")
+    assert everything(f"{bucket}/small") == everything(tmp_path / "small")
+    done("cache", "diff", f"{bucket}/small", tmp_path / "small")
+    done("cache", "drop-taps", url, "--keep", "1", "--out", f"{bucket}/one-tap")
+    done("cache", "verify", f"{bucket}/one-tap", "--deep")
+    assert everything(f"file://{cache}") == everything(url)
+
+
+def test_urls_that_cannot_be_used_are_one_line(bucket, tmp_path, s3, monkeypatch):
+    assert "is not a cache" in refused("cache", "info", f"{bucket}/nothing")
+    assert "unknown kind of URL" in refused("cache", "info", "ftp://host/cache")
+    assert "here a path is needed" in run("train", "--cache", tmp_path, "--out", "s3://b/run").output
+    monkeypatch.setattr(store, "RETRY_S", 0.3)
+    s3.away = True
+    assert "when the store answers" in refused("cache", "info", f"{bucket}/cache")
