@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SCHEMES = ("s3", "gs", "memory")
-RETRY_S = float(os.environ.get("DFLASH_STORE_RETRY_S", "120"))
-"""Seconds for which a request is tried again."""
-TIMEOUT_S = float(os.environ.get("DFLASH_STORE_TIMEOUT_S", "60"))
-"""Seconds that one request may take: at most `PIECE_BYTES` that are read."""
+RETRY_S = 120.0
+"""Seconds for which a request is tried again, unless `DFLASH_STORE_RETRY_S` is set."""
+TIMEOUT_S = 60.0
+"""Seconds in which `PIECE_BYTES` have to be read, unless `DFLASH_STORE_TIMEOUT_S` is set."""
 PIECE_BYTES = 16 << 20
 _UPLOAD_TIMEOUTS = 15
-"""A shard goes up in one request, since only that can be conditional; it gets so many times `TIMEOUT_S`."""
+"""A shard goes up in one request, since only that can be conditional; it gets so many times that."""
 _STREAMS = 8
 _memory: dict[str, Any] = {}
 _memory_lock = threading.Lock()
@@ -76,7 +76,8 @@ class Store:
 
     def __init__(self, url: str, retry_s: float | None = None) -> None:
         self.url = url.rstrip("/")
-        self._retry_s = RETRY_S if retry_s is None else retry_s
+        self._retry_s = _seconds("DFLASH_STORE_RETRY_S", RETRY_S) if retry_s is None else retry_s
+        timeout_s = _seconds("DFLASH_STORE_TIMEOUT_S", TIMEOUT_S)
         try:
             import obstore
         except ImportError as error:
@@ -85,8 +86,8 @@ class Store:
             ) from error
         self._obstore: Any = obstore
         try:
-            self._reading = _opened(self.url, TIMEOUT_S)
-            self._writing = _opened(self.url, TIMEOUT_S * _UPLOAD_TIMEOUTS)
+            self._reading = _opened(self.url, timeout_s)
+            self._writing = _opened(self.url, timeout_s * _UPLOAD_TIMEOUTS)
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise ConfigError(f"{url}: {_first_line(error)}") from error
 
@@ -213,6 +214,18 @@ class Store:
                     ) from error
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, 10)
+
+
+def _seconds(variable: str, default: float) -> float:
+    """The value of an environment variable in seconds."""
+    text = os.environ.get(variable, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ConfigError(f"{variable}={text!r} is not a number of seconds above 0")
+    return value
 
 
 def _opened(url: str, timeout_s: float) -> Any:

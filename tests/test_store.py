@@ -96,6 +96,14 @@ def test_urls_are_told_from_paths():
             path_of_url(url)
 
 
+def test_seconds_that_are_no_number_are_named(monkeypatch):
+    for name in ("DFLASH_STORE_RETRY_S", "DFLASH_STORE_TIMEOUT_S"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "soon")
+            with pytest.raises(ConfigError, match=f"{name}='soon'"):
+                Store("memory://m/a")
+
+
 def test_a_missing_extra_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'dflash-trainer\[remote\]'"):

@@ -21,12 +21,12 @@ import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash.cache.index import FRAGMENT_SUFFIX, INDEX_FOLDER, fragment_path
-from dflash.cache.manifest import MANIFEST_NAME, TARGET_CONFIG_NAME
+from dflash.cache.manifest import MANIFEST_NAME, TARGET_CONFIG_NAME, load_manifest
 from dflash.cache.parts import TOKENIZER_FOLDER, part_names
 from dflash.cache.shard import (
     DATA_START,
@@ -36,8 +36,8 @@ from dflash.cache.shard import (
     shard_digest,
     unit_of,
 )
-from dflash.errors import CacheCorrupt, CacheError
-from dflash.files import TMP_SUFFIX, publish_bytes, publish_json
+from dflash.errors import CacheCorrupt, CacheError, StoreError
+from dflash.files import TMP_SUFFIX, publish_bytes, publish_json, size_of_file
 from dflash.head import HEAD_NAME
 from dflash.provenance import RECORD_NAME
 from dflash.store import Store, is_url, path_of_url
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 MARKER = "dflash-remote.json"
 FOLDER_VARIABLE = "DFLASH_LOCAL_CACHE"
-"""Environment variable: where mirrors are kept; by default `mirrors` in `$DFLASH_HOME` or `~/.cache/dflash`."""
+"""Environment variable: where mirrors are; by default `mirrors` in `$DFLASH_HOME` or `~/.cache/dflash`."""
 BOUND_VARIABLE = "DFLASH_LOCAL_CACHE_GB"
 """Environment variable: gigabytes of shards that one mirror keeps at most."""
 DEFAULT_BOUND_GB = 256.0
@@ -143,15 +143,20 @@ class Mirror:
             name
             for name, size in there.items()
             if name in {MANIFEST_NAME, RECORD_NAME}
-            or ((_PARTS.fullmatch(name) or _FRAGMENT.fullmatch(name)) and size != _size(self.cache / name))
+            or (
+                (_PARTS.fullmatch(name) or _FRAGMENT.fullmatch(name))
+                and size != size_of_file(self.cache / name)
+            )
         ]
         others_committed = any(_FRAGMENT.fullmatch(name) for name in wanted)
         with ThreadPoolExecutor(_FETCHES) as pool:
             list(pool.map(self._pull_one, wanted))
+        # A process of this machine may be about to send one; a finished cache expects none any more.
+        finished = not writing and load_manifest(self.cache).complete
         for name in unsent:
             if writing and not others_committed:
                 self._send_again(name)
-            else:
+            elif writing or finished:
                 self._drop(name)
 
     def push_parts(self) -> None:
@@ -189,7 +194,7 @@ class Mirror:
         """
         self.push_manifest()
         for name, size in self.store.sizes().items():
-            here = _size(self.cache / name)
+            here = size_of_file(self.cache / name)
             if not (_PARTS.fullmatch(name) or _FRAGMENT.fullmatch(name)) or here == size:
                 continue
             if here < 0:
@@ -206,7 +211,8 @@ class Mirror:
             StoreError: the store does not answer, or refuses.
         """
         self.store.create(shard, self.cache / shard)
-        self.store.create(fragment_key(fragment), fragment_path(self.cache, fragment).read_bytes())
+        path = fragment_path(self.cache, fragment)
+        self.store.create(f"{INDEX_FOLDER}/{path.name}", path.read_bytes())
         self._copy_of(shard).touch()
         self._make_room({shard})
 
@@ -250,7 +256,7 @@ class Mirror:
 
         For a thread beside training. What is needed before its turn is fetched by the read that needs it.
         """
-        total = sum(_size(path) for path in self._shard_paths())
+        total = sum(size_of_file(path) for path in self._shard_paths())
         for layout, digest in shards:
             if stop.is_set():
                 return
@@ -259,8 +265,12 @@ class Mirror:
             total += layout.file_size
             if total > self._bound:
                 return
-            with suppress(CacheError):
+            try:
                 self._fetch_one(layout, digest)
+            except StoreError:
+                return
+            except CacheError:
+                total -= layout.file_size
 
     def _fetch_one(self, layout: ShardLayout, digest: str) -> None:
         path = self.cache / layout.name
@@ -369,21 +379,8 @@ def arrival_problem(path: Path, layout: ShardLayout, digest: str) -> str | None:
     return None
 
 
-def fragment_key(unit: str) -> str:
-    """Key of an index fragment in the store."""
-    return f"{INDEX_FOLDER}/{unit}{FRAGMENT_SUFFIX}"
-
-
 def _unit(fragment: str) -> str:
     return Path(fragment).name.removesuffix(FRAGMENT_SUFFIX)
-
-
-def _size(path: Path) -> int:
-    """Bytes of a file; -1 where there is none."""
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return -1
 
 
 def _bound_gb() -> float:

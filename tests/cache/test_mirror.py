@@ -209,6 +209,18 @@ def test_commits_that_never_reached_the_store_give_way_to_what_others_did(s3, bu
     assert same_samples(read_all(url), SAMPLES)
 
 
+def test_looking_at_a_cache_takes_nothing_from_the_process_that_writes_it(s3, bucket):
+    url = f"{bucket}/cache"
+    cache = write(url, SAMPLES[:4])
+    with CacheWriter(cache, load_manifest(cache), "rank0", 400) as out:  # committed here, not sent yet
+        out.write(SAMPLES[9])
+    unsent = set(copies(cache))
+    assert SAMPLES[9].id in committed_ids(local_folder(url)).tolist()
+    assert set(copies(cache)) == unsent
+    assert Mirror.at(url).pull(writing=True) is None
+    assert len(Mirror.at(url).shard_sizes()) == len(unsent)
+
+
 def test_two_writers_of_one_name_cannot_both_commit(s3, bucket, tmp_path, monkeypatch):
     url = f"{bucket}/cache"
     write(url, SAMPLES[:2])
