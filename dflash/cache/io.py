@@ -8,9 +8,11 @@ and mapping is slow on network file systems.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import stat
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +36,9 @@ CHUNK_BYTES = 1 << 20
 processor's cache when its checksum is computed."""
 PORTION_BYTES = 8 << 20
 """What a thread takes at a time."""
+SMALL_BYTES = 256 << 10
+"""Extents that are smaller on average are first read by one thread alone."""
+ALONE_S = 0.02
 READ_THREADS = 4
 """Threads that share one read, at most; fewer where there are fewer processors."""
 _MAX_PARTS = 512
@@ -174,13 +179,21 @@ class Workers:
         self._pool: ThreadPoolExecutor | None = None
         self._owner = 0
 
-    def run(self, work: Callable[[T], None], items: Iterable[T]) -> None:
+    def run(self, work: Callable[[T], None], items: Iterable[T], alone_s: float = 0.0) -> None:
         """Call `work` on each item. When this returns or raises, no thread works on them any more.
+
+        Args:
+            work: What is to be done.
+            items: What it is done to.
+            alone_s: Seconds for which the calling thread works alone: small reads that the page cache answers
+                are done before, and threads that pass the interpreter's lock around would only slow them.
 
         Raises:
             BaseException: the first that `work` raised; items not begun by then are left out.
         """
         todo = deque(items)
+        if alone_s and (error := _drain(work, todo, time.monotonic() + alone_s)) is not None:
+            raise error
         helpers = [self._started().submit(_drain, work, todo) for _ in range(min(self._extra, len(todo) - 1))]
         # One that has not started by now finds nothing to do: not waited for on a busy machine.
         errors = [_drain(work, todo), *(helper.result() for helper in helpers if not helper.cancel())]
@@ -200,9 +213,9 @@ class Workers:
         return self._pool
 
 
-def _drain(work: Callable[[T], None], todo: deque[T]) -> BaseException | None:
-    """Work on items until none is left or one fails; then nobody takes another."""
-    while True:
+def _drain(work: Callable[[T], None], todo: deque[T], until: float = math.inf) -> BaseException | None:
+    """Work on items until none is left, the time is over, or one fails; then nobody takes another."""
+    while time.monotonic() < until:
         try:
             item = todo.popleft()
         except IndexError:
@@ -212,6 +225,7 @@ def _drain(work: Callable[[T], None], todo: deque[T]) -> BaseException | None:
         except BaseException as error:  # noqa: BLE001 - raised again by the caller of `run`
             todo.clear()
             return error
+    return None
 
 
 def portions(files: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[slice]:

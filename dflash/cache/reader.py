@@ -11,7 +11,16 @@ import numpy as np
 import torch
 
 from dflash.cache.index import CacheIndex, check_complete, committed_ids, load_index
-from dflash.cache.io import MAX_OPEN_FILES, OpenFile, OpenFiles, Workers, neighbours, portions
+from dflash.cache.io import (
+    ALONE_S,
+    MAX_OPEN_FILES,
+    SMALL_BYTES,
+    OpenFile,
+    OpenFiles,
+    Workers,
+    neighbours,
+    portions,
+)
 from dflash.cache.manifest import REPAIR, load_manifest
 from dflash.cache.mirror import mirror_of
 from dflash.cache.shard import DATA_START, TORCH_DTYPES, Sample, ShardLayout
@@ -130,7 +139,8 @@ class CacheReader:
             self._read_part(shards.item(part.start), batch, part)
 
         self.fetch(np.unique(shards).tolist())
-        self._workers.run(read, portions(shards, batch.sizes))
+        alone_s = ALONE_S if batch.sizes.mean() < SMALL_BYTES else 0.0
+        self._workers.run(read, portions(shards, batch.sizes), alone_s)
         return self._samples(batch, order, flat)
 
     def _read_part(self, shard: int, batch: _Batch, part: slice) -> None:

@@ -138,6 +138,23 @@ def test_every_item_is_worked_on_once_and_several_threads_take_part(monkeypatch)
     assert done[-1] == 40
 
 
+def test_small_work_is_done_alone_and_long_work_gets_help(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    workers, threads = Workers(4), set()
+
+    def work(_item):
+        time.sleep(0.002)
+        threads.add(threading.get_ident())
+
+    workers.run(work, range(3), alone_s=30)
+    assert threads == {threading.get_ident()}
+    workers.run(work, range(60), alone_s=0.004)
+    assert len(threads) > 1
+    with pytest.raises(ZeroDivisionError):
+        workers.run(lambda item: 1 // item, [1, 0, 1], alone_s=30)
+    workers.close()
+
+
 def test_an_error_is_raised_once_nobody_works_any_more(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     workers, running = Workers(4), []
