@@ -58,6 +58,7 @@ class GrowingCache:
         started = time.monotonic()
         if started < self._next_look:
             return [], False
+        self.reader.refresh()
         # The manifest first: when it says complete, no fragment comes after it.
         manifest = load_manifest(self.reader.cache)
         if manifest.digest() != self._identity:
@@ -118,6 +119,7 @@ def join(parts: Sequence[CacheIndex]) -> CacheIndex:
         lengths=np.concatenate([part.lengths for part in parts]),
         supervised=np.concatenate([part.supervised for part in parts]),
         layouts=tuple(layout for part in parts for layout in part.layouts),
+        digests=tuple(digest for part in parts for digest in part.digests),
         stored=replace(
             stored[0],
             places=np.concatenate(places),

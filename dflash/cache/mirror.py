@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from dflash.cache.index import FRAGMENT_SUFFIX, INDEX_FOLDER, fragment_path
 from dflash.cache.manifest import MANIFEST_NAME, TARGET_CONFIG_NAME, load_manifest
 from dflash.cache.parts import TOKENIZER_FOLDER, part_names
+from dflash.cache.planned import PLANNED_NAME
 from dflash.cache.shard import (
     DATA_START,
     SHARDS_FOLDER,
@@ -52,7 +53,7 @@ BOUND_VARIABLE = "DFLASH_LOCAL_CACHE_GB"
 """Environment variable: gigabytes of shards that one mirror keeps at most."""
 DEFAULT_BOUND_GB = 256.0
 _FETCHES = 4
-_SINGLE = (MANIFEST_NAME, RECORD_NAME, TARGET_CONFIG_NAME, HEAD_NAME)
+_SINGLE = (RECORD_NAME, TARGET_CONFIG_NAME, HEAD_NAME, PLANNED_NAME)
 _PARTS = re.compile(
     "|".join(map(re.escape, _SINGLE)) + rf"|{TOKENIZER_FOLDER}(/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,99}}){{1,4}}"
 )
@@ -131,18 +132,22 @@ class Mirror:
             CacheError: there is no cache in the store and none is going to be written.
             StoreError: the store does not answer, or refuses.
         """
-        there = self.store.sizes()
-        if MANIFEST_NAME not in there and not writing:
-            raise CacheError(f"{self.url} is not a cache: it has no {MANIFEST_NAME}")
-        if MANIFEST_NAME not in there:  # what is here is left of a cache that the store has no more
+        try:  # before the listing: when it says complete, no fragment comes after it
+            manifest = self.store.read(MANIFEST_NAME)
+        except FileNotFoundError as error:
+            if not writing:
+                raise CacheError(f"{self.url} is not a cache: it has no {MANIFEST_NAME}") from error
+            # What is here is left of a cache that the store has no more.
             shutil.rmtree(self.cache, ignore_errors=True)
+            return
+        there = self.store.sizes()
         here = {path.relative_to(self.cache).as_posix() for path in self.cache.glob(f"{INDEX_FOLDER}/*")}
         unsent = sorted(name for name in here if _FRAGMENT.fullmatch(name) and name not in there)
-        # Manifest and run record change their content; the others come and go as a whole.
+        # Some change their content; the others come and go as a whole.
         wanted = [
             name
             for name, size in there.items()
-            if name in {MANIFEST_NAME, RECORD_NAME}
+            if name in {RECORD_NAME, PLANNED_NAME}
             or (
                 (_PARTS.fullmatch(name) or _FRAGMENT.fullmatch(name))
                 and size != size_of_file(self.cache / name)
@@ -151,6 +156,8 @@ class Mirror:
         others_committed = any(_FRAGMENT.fullmatch(name) for name in wanted)
         with ThreadPoolExecutor(_FETCHES) as pool:
             list(pool.map(self._pull_one, wanted))
+        self.cache.mkdir(exist_ok=True)
+        publish_bytes(self.cache / MANIFEST_NAME, manifest)
         # A process of this machine may be about to send one; a finished cache expects none any more.
         finished = not writing and load_manifest(self.cache).complete
         for name in unsent:
@@ -178,13 +185,13 @@ class Mirror:
             self.store.replace(name, (self.cache / name).read_bytes())
         self.store.replace(MANIFEST_NAME, manifest)
 
-    def push_manifest(self) -> None:
-        """Replace the manifest in the store by the local one.
+    def push_file(self, name: str = MANIFEST_NAME) -> None:
+        """Replace a file in the store, usually the manifest, by the local one.
 
         Raises:
             StoreError: the store does not answer, or refuses.
         """
-        self.store.replace(MANIFEST_NAME, (self.cache / MANIFEST_NAME).read_bytes())
+        self.store.replace(name, (self.cache / name).read_bytes())
 
     def push_repaired(self, committed: Iterable[str]) -> None:
         """Make the store's index and parts those that a repair has left, and remove what nothing commits.
@@ -192,7 +199,7 @@ class Mirror:
         Raises:
             StoreError: the store does not answer, or refuses.
         """
-        self.push_manifest()
+        self.push_file()
         for name, size in self.store.sizes().items():
             here = size_of_file(self.cache / name)
             if not (_PARTS.fullmatch(name) or _FRAGMENT.fullmatch(name)) or here == size:
@@ -239,13 +246,12 @@ class Mirror:
             StoreError: the store does not answer, or refuses.
         """
         wanted = list(shards)
-        names = {layout.name for layout, _ in wanted}
         missing = [(layout, digest) for layout, digest in wanted if not self._touch(layout.name)]
         if not missing:
             return
         with ThreadPoolExecutor(_FETCHES) as pool:
-            list(pool.map(lambda one: self._fetch_one(*one), missing))
-        self._make_room(names)
+            list(pool.map(self._fetch_one, *zip(*missing, strict=True)))
+        self._make_room({layout.name for layout, _ in wanted})
 
     def forget(self, name: str) -> None:
         """Remove the local copy of a shard that turned out to be bad: the next read fetches it again."""

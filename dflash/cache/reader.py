@@ -182,6 +182,15 @@ class CacheReader:
         if self._mirror is not None:
             self._mirror.fetch((self.index.layouts[n], self.index.digests[n]) for n in shards)
 
+    def refresh(self) -> None:
+        """Bring the folder of a cache in an object store up to date, where others may have committed since.
+
+        Raises:
+            StoreError: the store does not answer, or refuses.
+        """
+        if self._mirror is not None:
+            self._mirror.pull()
+
     def fetch_ahead(self) -> None:
         """Begin to fetch shards of a cache in an object store in a thread, as many as may be kept."""
         if self._mirror is not None:

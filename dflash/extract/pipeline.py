@@ -22,7 +22,7 @@ from dflash.board import Board
 from dflash.cache.index import load_index
 from dflash.cache.manifest import BadSample, Manifest, bucket_of, load_manifest
 from dflash.cache.mirror import mirror_of
-from dflash.cache.planned import Planned, save_planned
+from dflash.cache.planned import PLANNED_NAME, Planned, save_planned
 from dflash.cache.speeds import save_speeds
 from dflash.cache.writer import CacheWriter, finalize
 from dflash.dist import device_of
@@ -108,9 +108,12 @@ def _units(config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, b
     batches = remaining(batches, corpus.ids, done)
     if board.world.is_main and batches:
         owed = corpus.lengths[np.concatenate(batches)]
-        if mirror_of(config.out) is None:  # a mirror keeps within its bound by itself
+        mirror = mirror_of(config.out)
+        if mirror is None:  # a mirror keeps within its bound by itself
             check_space(config.out, owed, per_token, force=config.force)
         save_planned(config.out, Planned.of(np.concatenate([index.lengths, owed]), edges))
+        if mirror is not None:
+            mirror.push_file(PLANNED_NAME)
     board.meet("planned")  # no rank may commit before all have looked
     limit = max(config.shard_bytes // per_token, 1)
     units = plan_units(batches, corpus.lengths, edges, limit, board.world.size // config.tp)
@@ -356,7 +359,7 @@ def _finalized(cache: Path, bad: Sequence[BadSample]) -> Manifest:
     manifest = finalize(cache, bad, mirror.shard_sizes())
     if manifest == before:
         return manifest
-    mirror.push_manifest()
+    mirror.push_file()
     mirror.sweep(layout.name for layout in load_index(cache, manifest).layouts)
     return manifest
 

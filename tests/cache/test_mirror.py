@@ -12,6 +12,7 @@ import pytest
 from cache_samples import IDENTITY, bits, make_manifest, make_samples, same_samples, write_cache
 from object_store import FAULTS
 
+from dflash.cache.growing import GrowingCache
 from dflash.cache.info import cache_info
 from dflash.cache.manifest import MANIFEST_NAME, create_cache, load_manifest
 from dflash.cache.mirror import FOLDER_VARIABLE, Mirror, local_folder, mirror_of
@@ -152,7 +153,7 @@ def write(url: str, samples, writer: str = "rank0") -> Path:
                 out.write(sample)
     if len(committed_ids(mirror.cache)) == len(SAMPLES):
         finalize(mirror.cache, (), mirror.shard_sizes())
-        mirror.push_manifest()
+        mirror.push_file()
     return mirror.cache
 
 
@@ -219,6 +220,25 @@ def test_looking_at_a_cache_takes_nothing_from_the_process_that_writes_it(s3, bu
     assert set(copies(cache)) == unsent
     assert Mirror.at(url).pull(writing=True) is None
     assert len(Mirror.at(url).shard_sizes()) == len(unsent)
+
+
+def test_following_sees_what_another_machine_commits(s3, bucket, tmp_path, monkeypatch):
+    url = f"{bucket}/cache"
+    write(url, SAMPLES[:10])
+    first = tmp_path / "mirrors"
+    other_machine(monkeypatch, tmp_path / "second")
+    growing = GrowingCache(local_folder(url))
+    names, complete = growing.look()
+    assert not complete
+    rows = growing.add([names])
+    other_machine(monkeypatch, first)
+    write(url, SAMPLES)
+    growing._next_look = 0.0
+    names, complete = growing.look()
+    assert complete
+    later = growing.add([names])
+    samples = growing.reader.read([*range(rows.start, rows.stop), *range(later.start, later.stop)])
+    assert same_samples(samples, SAMPLES)
 
 
 def test_two_writers_of_one_name_cannot_both_commit(s3, bucket, tmp_path, monkeypatch):
