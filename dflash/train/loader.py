@@ -92,6 +92,7 @@ class StepLoader:
         """Seconds that the trainer has waited for data."""
 
     def __enter__(self) -> Self:
+        self._reader.fetch_ahead()
         self._thread.start()
         return self
 

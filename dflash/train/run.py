@@ -126,7 +126,6 @@ class Run:
             ConfigError: `out` holds a run and `resume` is false, or the resumed run had other settings.
         """
         reader = CacheReader(config.cache) if follower is None else follower.reader
-        reader.fetch_ahead()
         line = line or Lifeline(Board(world, "run"))
         # one rank looks, so that all see the same, and each file is read once
         found = line.board.shared("newest", lambda: _name_of(latest_checkpoint(config.out)))

@@ -177,7 +177,6 @@ def test_writing_goes_on_from_another_machine_where_the_first_one_died(s3, bucke
 @pytest.mark.parametrize("puts", [0, 1, 2, 3, 6, 9])
 def test_a_store_that_goes_away_after_any_request_loses_nothing(s3, bucket, tmp_path, monkeypatch, puts):
     url, left = f"{bucket}/cache", puts
-    monkeypatch.setattr("dflash.store.RETRY_S", 0.3)
 
     def away(method: str, _path: str) -> str | None:
         nonlocal left
@@ -185,8 +184,10 @@ def test_a_store_that_goes_away_after_any_request_loses_nothing(s3, bucket, tmp_
         return "drop" if left < 0 else None
 
     s3.fault = away
-    with pytest.raises(StoreError, match="run the same command again when the store answers"):
-        write(url, SAMPLES)
+    with monkeypatch.context() as patch:
+        patch.setattr("dflash.store.RETRY_S", 0.3)
+        with pytest.raises(StoreError, match="run the same command again when the store answers"):
+            write(url, SAMPLES)
     s3.reset()
     if puts % 2:
         other_machine(monkeypatch, tmp_path / "second")
@@ -198,10 +199,11 @@ def test_a_store_that_goes_away_after_any_request_loses_nothing(s3, bucket, tmp_
 def test_commits_that_never_reached_the_store_give_way_to_what_others_did(s3, bucket, tmp_path, monkeypatch):
     url = f"{bucket}/cache"
     write(url, SAMPLES[:4])
-    monkeypatch.setattr("dflash.store.RETRY_S", 0.3)
     s3.fault = lambda method, path: "drop" if method == "PUT" and "/index/" in path else None
-    with pytest.raises(StoreError):
-        write(url, SAMPLES[:12])
+    with monkeypatch.context() as patch:
+        patch.setattr("dflash.store.RETRY_S", 0.3)
+        with pytest.raises(StoreError):
+            write(url, SAMPLES[:12])
     s3.reset()
     first = tmp_path / "mirrors"
     other_machine(monkeypatch, tmp_path / "second")
