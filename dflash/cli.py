@@ -17,6 +17,7 @@ from dflash.commands.common import Group
 from dflash.commands.compare import compare
 from dflash.commands.demo import demo
 from dflash.commands.evaluate import evaluate_command, generate
+from dflash.commands.export import export, import_command
 from dflash.commands.extract import extract
 from dflash.commands.regenerate import regenerate
 from dflash.commands.sample import sample
@@ -29,7 +30,20 @@ def cli() -> None:
     """Train DFlash drafters for speculative decoding: extract hidden states once, train many times."""
 
 
-for _command in (regenerate, extract, sample, train, compare, evaluate_command, generate, cache, demo):
+_COMMANDS = (
+    regenerate,
+    extract,
+    sample,
+    train,
+    compare,
+    evaluate_command,
+    generate,
+    export,
+    import_command,
+    cache,
+    demo,
+)
+for _command in _COMMANDS:
     cli.add_command(_command)
 
 

@@ -8,6 +8,7 @@ silently and would serve random weights.
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +27,9 @@ WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 
 
-def zlab_config(config: DrafterConfig) -> dict[str, Any]:
-    """`config.json` of the z-lab layout."""
-    c = config
+def zlab_config(config: DrafterConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """`config.json` of the z-lab layout, for weights of that dtype."""
+    c, dtype_name = config, str(dtype).removeprefix("torch.")
     shared: dict[str, Any] = {
         "block_size": c.block_size,
         "mask_token_id": c.mask_token_id,
@@ -69,8 +70,8 @@ def zlab_config(config: DrafterConfig) -> dict[str, Any]:
         "pad_token_id": c.pad_token_id,
         "initializer_range": 0.02,
         "use_cache": True,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
     }
 
 
@@ -123,6 +124,9 @@ def _check_kind(raw: dict[str, Any], rope: dict[str, Any], where: Path) -> None:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type != "default":
         raise CheckpointError(f"{where}: RoPE of type {rope_type!r}; only the default RoPE can be run")
+    rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if rotated is not None and float(rotated) != 1.0:
+        raise CheckpointError(f"{where}: RoPE turns {rotated} of a head; only whole heads can be run")
 
 
 def _ids(value: Any) -> int | tuple[int, ...] | None:
@@ -133,6 +137,11 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a drafter, without building it."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+
+
+def parameter_count(config: DrafterConfig) -> int:
+    """Weights of a drafter, without building it."""
+    return sum(math.prod(shape) for shape in expected_shapes(config).values())
 
 
 def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, where: Path) -> None:
@@ -179,7 +188,7 @@ def write_tensors(
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
     check_tensors(tensors, config, folder)
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    (folder / CONFIG_NAME).write_bytes(json_bytes(zlab_config(config)))
+    (folder / CONFIG_NAME).write_bytes(json_bytes(zlab_config(config, dtype)))
 
 
 def load_drafter(folder: Path, dtype: torch.dtype | None = None) -> Drafter:

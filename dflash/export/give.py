@@ -1,0 +1,103 @@
+"""`dflash export`: a run's drafter as a folder for other clients, with a model card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dflash.errors import CheckpointError, ConfigError, DflashError
+from dflash.export.card import model_card
+from dflash.export.facts import Verifier
+from dflash.export.folder import common_dtype, renamed, write_folder
+from dflash.export.history import history_of
+from dflash.export.layouts import layout_named
+from dflash.export.take import Taken, read_drafter, target_shape
+from dflash.files import json_bytes
+from dflash.pretrained import CONFIG_NAME
+from dflash.target_files import load_config
+from dflash.train.checkpoint import best_checkpoint, latest_checkpoint
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What is exported, and as what."""
+
+    source: Path
+    """A run, a checkpoint of it, or a drafter folder of any layout."""
+    out: Path
+    to: str
+    """`zlab`, `transformers` or `speculators`."""
+    dtype: str | None = None
+    """Dtype of the weights; as stored when None."""
+    target: str | None = None
+    """The target; by default the one that the run's cache names."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done.
+
+        Raises:
+            ConfigError: names the value and what is allowed.
+        """
+        layout_named(self.to)
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.out.exists():
+            raise ConfigError(f"--out {self.out} exists already; give a folder that does not")
+
+
+def export_drafter(config: ExportConfig) -> Taken:
+    """Write `config.out`; returns what is in it.
+
+    Raises:
+        CheckpointError: there is no drafter, or it is not whole.
+        ConfigError: `out` exists, or the layout cannot hold this drafter.
+        TargetError: the target cannot be found.
+    """
+    folder = checkpoint_of(config.source)
+    history = history_of(folder)
+    taken = read_drafter(folder, config.target)
+    target = config.target or history.target or taken.target
+    layout = layout_named(config.to)
+    dtype = DTYPES[config.dtype] if config.dtype else common_dtype(taken.tensors)
+    values = layout.write_config(taken.config, dtype, _verifier(config, target, taken))
+    tensors = {name: t.to(dtype) for name, t in renamed(taken.tensors, layout.RENAMED).items()}
+    card = model_card(taken.config, config.to, target, history)
+    write_folder(config.out, tensors, {CONFIG_NAME: json_bytes(values), "README.md": card.encode()})
+    return taken
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The folder to read: `path`, or of the run at `path` the best checkpoint, else the newest whole one.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    if (path / CONFIG_NAME).exists():
+        return path
+    found = best_checkpoint(path) or latest_checkpoint(path)
+    if found is None:
+        raise CheckpointError(f"{path} is neither a drafter folder nor a run with a checkpoint")
+    return found
+
+
+def _verifier(config: ExportConfig, name: str | None, taken: Taken) -> Verifier | None:
+    """The target as the speculators layout names it; None for the other layouts, or where it is not known."""
+    if config.to != "speculators" or name is None:
+        return None
+    try:
+        shape = target_shape(name)
+        found = load_config(name).architectures or ()
+    except DflashError as error:
+        hint = "" if config.target else f" ({name!r} is what the run or the checkpoint names; give --target)"
+        raise ConfigError(f"{error}{hint}") from error
+    for key, value in vars(shape).items():
+        if value != getattr(taken.config, key):
+            raise ConfigError(
+                f"the target {name} has {key} {value}, the drafter was made for {getattr(taken.config, key)}"
+            )
+    here = Path(name)
+    return Verifier(str(here.resolve()) if here.is_dir() else name, tuple(found))
