@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
+from dflash.drafter import Drafter
 from dflash.errors import CheckpointError, ConfigError, DflashError
 from dflash.export.card import model_card
 from dflash.export.facts import Verifier
 from dflash.export.folder import common_dtype, renamed, write_folder
 from dflash.export.history import history_of
-from dflash.export.layouts import layout_named
+from dflash.export.layouts import Layout, layout_named
 from dflash.export.take import Taken, read_drafter, target_shape
 from dflash.files import json_bytes
-from dflash.pretrained import CONFIG_NAME
+from dflash.pretrained import CONFIG_NAME, check_tensors
 from dflash.target_files import load_config
 from dflash.train.checkpoint import best_checkpoint, latest_checkpoint
 
@@ -61,13 +62,36 @@ def export_drafter(config: ExportConfig) -> Taken:
     history = history_of(folder)
     taken = read_drafter(folder, config.target)
     target = config.target or history.target or taken.target
-    layout = layout_named(config.to)
     dtype = DTYPES[config.dtype] if config.dtype else common_dtype(taken.tensors)
-    values = layout.write_config(taken.config, dtype, _verifier(config, target, taken))
-    tensors = {name: t.to(dtype) for name, t in renamed(taken.tensors, layout.RENAMED).items()}
     card = model_card(taken.config, config.to, target, history)
-    write_folder(config.out, tensors, {CONFIG_NAME: json_bytes(values), "README.md": card.encode()})
+    layout, verifier = layout_named(config.to), _verifier(config, target, taken)
+    _write(config.out, layout, taken, dtype, {"README.md": card.encode()}, verifier)
     return taken
+
+
+def export_network(drafter: Drafter, out: Path, to: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a network that is in memory, without a card.
+
+    Raises:
+        ConfigError: `out` exists, or the layout cannot hold this drafter or must know its target.
+        CheckpointError: a weight is not finite.
+    """
+    tensors = {name: tensor.detach().to("cpu", dtype) for name, tensor in drafter.state_dict().items()}
+    check_tensors(tensors, drafter.config, out)
+    _write(out, layout_named(to), Taken("zlab", drafter.config, tensors, None), dtype, {}, None)
+
+
+def _write(
+    out: Path,
+    layout: Layout,
+    taken: Taken,
+    dtype: torch.dtype,
+    files: dict[str, bytes],
+    verifier: Verifier | None,
+) -> None:
+    config = layout.write_config(taken.config, dtype, verifier)
+    tensors = {name: t.to(dtype) for name, t in renamed(taken.tensors, layout.RENAMED).items()}
+    write_folder(out, tensors, {CONFIG_NAME: json_bytes(config), **files})
 
 
 def checkpoint_of(path: Path) -> Path:

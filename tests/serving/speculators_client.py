@@ -20,7 +20,7 @@ from speculators import SpeculatorModel, SpeculatorModelConfig
 
 
 def open_model(job: dict[str, Any]) -> Any:
-    """The drafter in float32: as users open it, and then once more with plain attention, which needs no compiler."""
+    """The drafter in float32: as users open it, then again with plain attention, which needs no compiler."""
     opened = SpeculatorModel.from_pretrained(job["drafter"], verifier=job["target"])
     config = SpeculatorModelConfig.from_pretrained(job["drafter"])
     config.transformer_layer_config._attn_implementation = "eager"

@@ -1,4 +1,4 @@
-"""vLLM's `speculators` 0.9 opens what `dflash export --to speculators` writes, and computes what we compute."""
+"""vLLM's `speculators` 0.9 opens what `dflash export --to speculators` writes, and computes the same."""
 
 from __future__ import annotations
 
@@ -82,16 +82,14 @@ def test_the_same_forward_pass_on_random_weights(tmp_path, network):
         ExportConfig(tmp_path / "ours", tmp_path / "theirs", "speculators", target=str(target_folder))
     )
     head = load_head(str(target_folder), torch.float32)
-    assert VOCAB == head.vocab_size
+    assert head.vocab_size == VOCAB
     assert max(compare(tmp_path / "theirs", target_folder, drafter, head, tmp_path).values()) < 1e-5
 
 
 def test_the_demo_drafter_is_opened_and_computes_the_same(demo, tmp_path):
     """A real one: differences stay below a hundred-thousandth of the largest logit."""
     out = tmp_path / "theirs"
-    export_drafter(
-        ExportConfig(demo.drafter_folder, out, "speculators", "float32", str(demo.target_folder))
-    )
+    export_drafter(ExportConfig(demo.drafter_folder, out, "speculators", "float32", str(demo.target_folder)))
     drafter = load_drafter(demo.drafter_folder, torch.float32).requires_grad_(False)
     found = compare(out, demo.target_folder, drafter, demo.target.head, tmp_path)
     assert max(found.values()) < 1e-3

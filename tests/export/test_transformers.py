@@ -12,7 +12,8 @@ from dflash.attention import BlockLayout
 from dflash.decode.config import DecodeConfig
 from dflash.decode.loop import generate
 from dflash.errors import ConfigError
-from dflash.export import export_transformers, transformers_config
+from dflash.export.give import ExportConfig, export_drafter, export_network
+from dflash.export.transformers import write_config
 from dflash.pretrained import load_drafter, write_drafter
 
 NEW_TOKENS = 40
@@ -43,7 +44,7 @@ def drafter(target, prompts):
 @pytest.fixture(scope="module")
 def folder(drafter, tmp_path_factory):
     out = tmp_path_factory.mktemp("export") / "drafter"
-    export_transformers(drafter, out, torch.float32)
+    export_network(drafter, out, "transformers", torch.float32)
     return out
 
 
@@ -125,24 +126,24 @@ def test_the_comparison_sees_drafts_accepted_and_refused(target, drafter, prompt
 
 def test_an_existing_folder_is_not_written_into(drafter, folder):
     with pytest.raises(ConfigError, match="exists already"):
-        export_transformers(drafter, folder)
+        export_network(drafter, folder, "transformers")
 
 
 def test_attention_biases_have_no_counterpart():
     with pytest.raises(ConfigError, match="attention biases"):
-        transformers_config(drafter_config(attention_bias=True))
+        write_config(drafter_config(attention_bias=True), torch.float32, None)
 
 
 def test_a_tap_that_transformers_would_read_behind_the_final_norm_is_refused():
     """The network would load and draft, only worse."""
     with pytest.raises(ConfigError, match="tap 5 is the target's last layer"):
-        transformers_config(drafter_config(target_layer_ids=(1, 5)))
+        write_config(drafter_config(target_layer_ids=(1, 5)), torch.float32, None)
 
 
 def test_a_servable_folder_survives_the_way_to_transformers(drafter, tmp_path):
     """What `dflash train` leaves in bf16 and what is exported from it hold the same values."""
     write_drafter(drafter, tmp_path)
-    export_transformers(load_drafter(tmp_path), tmp_path / "exported")
+    export_drafter(ExportConfig(tmp_path, tmp_path / "exported", "transformers"))
     theirs = AutoModel.from_pretrained(tmp_path / "exported", dtype=torch.float32).state_dict()
     ours = load_drafter(tmp_path, torch.float32).state_dict()
     for name, tensor in ours.items():
