@@ -37,7 +37,7 @@ from dflash.decode.pace import Pace
 from dflash.demo.run import corpus_file
 from dflash.evaluate.pair import open_pair
 from dflash.evaluate.run import selected
-from dflash.export import export_transformers
+from dflash.export.give import export_network
 from dflash.extract.prompts import Prompt, load_prompts
 
 WAYS = ("plain", "transformers", "dflash", "own_plain")
@@ -52,7 +52,7 @@ class Bench:
         # A model of its own: ours has its linear layers switched for passes of a few rows.
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         with tempfile.TemporaryDirectory() as name:
-            export_transformers(self.drafter, Path(name) / "drafter", torch.float32)
+            export_network(self.drafter, Path(name) / "drafter", "transformers", torch.float32)
             self.assistant = AutoModel.from_pretrained(Path(name) / "drafter", dtype=torch.float32).eval()
         self.pace = Pace(self.drafter.config.block_size - 1)
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
