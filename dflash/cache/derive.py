@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dflash.cache.codec import StoredCodec, codec_of
 from dflash.cache.index import (
     MAX_FRAGMENT_ROWS,
     IndexRow,
@@ -146,7 +147,8 @@ def derive(out: Path, sources: Sequence[Source], recipe: Recipe) -> Derived:
     try:
         done = _open(out, manifest, pieces)
         if not done.complete:
-            _take_parts(sources[0].reader, out, done, recipe)
+            settings = {"arguments": recipe.arguments} | recipe.settings
+            take_parts(sources[0].reader, out, done, recipe.name, settings)
         resumed = _make(out, sources, recipe, done, pieces)
         index = load_index(out, finalize(out))
     except OSError as error:
@@ -248,7 +250,9 @@ def _open(out: Path, manifest: Manifest, pieces: Sequence[Piece]) -> Manifest:
     return there
 
 
-def _take_parts(reader: CacheReader, out: Path, manifest: Manifest, recipe: Recipe) -> None:
+def take_parts(
+    reader: CacheReader, out: Path, manifest: Manifest, command: str, settings: dict[str, Any]
+) -> None:
     """Link or copy head, tokenizer and configuration, check them, and record them with this run."""
     for name in part_names(reader.cache):
         if name != RECORD_NAME:
@@ -256,7 +260,7 @@ def _take_parts(reader: CacheReader, out: Path, manifest: Manifest, recipe: Reci
             if not (out / name).exists():
                 publish(out / name, lambda tmp, name=name: link_or_copy(reader.cache / name, tmp))  # type: ignore[misc]
             check_part(out, reader.manifest, name)
-    write_run_record(out, f"cache {recipe.name}", {"arguments": recipe.arguments} | recipe.settings)
+    write_run_record(out, f"cache {command}", settings)
     record_parts(out, manifest)
 
 
@@ -325,26 +329,27 @@ def _write_piece(out: Path, reader: CacheReader, recipe: Recipe, manifest: Manif
     name = shard_name(edge, piece.unit)
     (out / name).parent.mkdir(parents=True, exist_ok=True)
     fragment_path(out, piece.unit).parent.mkdir(exist_ok=True)
-    stream = ShardStream(out / f"{name}.{os.getpid()}.part{TMP_SUFFIX}")
+    codec = StoredCodec() if recipe.change is None else codec_of(manifest)
+    stream = ShardStream(out / f"{name}.{os.getpid()}.part{TMP_SUFFIX}", codec)
     rows: list[IndexRow] = []
     try:
-        for sample in _read_in_batches(reader, piece.rows):
+        for sample in _read_in_batches(reader, piece.rows, stored=recipe.change is None):
             changed = sample if recipe.change is None else recipe.change(sample)
             offset, nbytes, crc = stream.append(changed)
             supervised = int(sample.loss_mask.sum())
             rows.append(IndexRow(sample.id, len(sample.input_ids), supervised, offset, nbytes, crc))
-        layout = ShardLayout(name, manifest, edge, stream.samples, stream.tokens)
+        layout = ShardLayout(name, manifest, edge, stream.samples, stream.tokens, stream.coded_bytes)
         commit_shard(out, stream, layout, rows, piece.unit)
     except BaseException:
         stream.discard()
         raise
 
 
-def _read_in_batches(reader: CacheReader, rows: NDArray[np.int64]) -> Iterator[Sample]:
+def _read_in_batches(reader: CacheReader, rows: NDArray[np.int64], *, stored: bool) -> Iterator[Sample]:
     """Samples in this order, in bounded memory."""
     batches = np.cumsum(reader.index.locate(rows).nbytes) // BATCH_BYTES
     for batch in np.split(rows, np.flatnonzero(np.diff(batches)) + 1):
-        yield from reader.read(batch)
+        yield from reader.read_stored(batch) if stored else reader.read(batch)
 
 
 def link_or_copy(source: Path, target: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import crc32c
@@ -16,8 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from dflash.cache.duplicates import check_unique, shared_shard
+from dflash.cache.extents import possible_rows
 from dflash.cache.manifest import FORMAT_VERSION, REPAIR, Manifest, bucket_name, load_manifest
-from dflash.cache.shard import DATA_START, SHARDS_FOLDER, ShardLayout, is_shard_name
+from dflash.cache.shard import SHARDS_FOLDER, ShardLayout, is_shard_name
 from dflash.errors import CacheCorrupt, CacheError, CacheIncomplete
 from dflash.files import size_of_file
 
@@ -61,9 +63,9 @@ class IndexRow(NamedTuple):
     supervised: int
     """Tokens whose loss mask is 1."""
     offset: int
-    """First byte of the hidden states in the shard."""
+    """First byte of the extent in the shard."""
     nbytes: int
-    """Bytes of the hidden states."""
+    """Bytes of the extent."""
     crc32c: int
 
 
@@ -75,10 +77,10 @@ class Extents(NamedTuple):
     shard_rows: NDArray[np.int64]
     """0-based position of the sample in its shard."""
     offsets: NDArray[np.int64]
-    """First byte of the hidden states in the shard."""
+    """First byte of the extent in the shard."""
     crcs: NDArray[np.uint32]
     nbytes: NDArray[np.int64]
-    """Bytes of the hidden states."""
+    """Bytes of the extent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +108,21 @@ class CacheIndex:
         places = self.stored.places[rows]
         shards = np.searchsorted(self.stored.shard_starts, places, side="right") - 1
         shard_rows = places - self.stored.shard_starts[shards]
-        nbytes = self.lengths[rows].astype(np.int64) * self.layouts[0].manifest.identity.bytes_per_token
-        return Extents(shards, shard_rows, self.stored.offsets[places], self.stored.crcs[places], nbytes)
+        offsets = self.stored.offsets[places]
+        nbytes = self._ends(places, shards) - offsets
+        return Extents(shards, shard_rows, offsets, self.stored.crcs[places], nbytes)
+
+    def _ends(self, places: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Byte behind each extent: where the next one of its shard begins, or the shard's last one ends."""
+        stored = self.stored
+        following = stored.offsets[np.minimum(places + 1, len(stored.offsets) - 1)]
+        bounds = np.append(stored.shard_starts, len(stored.offsets))
+        return np.where(places + 1 == bounds[shards + 1], self._shard_ends[shards], following)
+
+    @cached_property
+    def _shard_ends(self) -> NDArray[np.int64]:
+        """Byte behind the last extent of each shard."""
+        return np.array([layout.offsets_start for layout in self.layouts], np.int64)
 
     def digest(self) -> str:
         """Sha256 (64 hex digits) of all ids, then all checksums, in row order."""
@@ -350,39 +365,16 @@ def _checked_rows(path: Path, batch: Any, manifest: Manifest) -> tuple[list[NDAr
     first = np.cumsum(samples) - samples  # first row of each shard
     column = {name: batch.column(name).to_numpy() for name in SCHEMA.names if name != "shard"}
     bucket = np.repeat(np.array(buckets, np.int16), samples)
-    valid = _validity(column, np.array(edges, np.int32), bucket, samples, manifest.identity.bytes_per_token)
+    valid = possible_rows(column, np.array(edges, np.int32), bucket, samples, manifest.identity)
     for name, good in valid.items():
         if not good.all():
             row = int(np.argmin(good))
             raise CacheCorrupt(f"{path}: row {row} has an impossible {name} {column[name][row]}; {REPAIR}")
     tokens = np.add.reduceat(column["length"], first, dtype=np.int64)
+    sizes = np.add.reduceat(column["nbytes"], first)
     layouts = [
-        ShardLayout(name, manifest, edges[bucket + 1], int(rows), int(total))
-        for name, bucket, rows, total in zip(names, buckets, samples, tokens, strict=True)
+        ShardLayout(name, manifest, edges[bucket + 1], int(rows), int(total), int(size))
+        for name, bucket, rows, total, size in zip(names, buckets, samples, tokens, sizes, strict=True)
     ]
     kept = [column["id"], bucket, column["length"], column["supervised"], column["offset"], column["crc32c"]]
     return kept, layouts
-
-
-def _validity(
-    column: Mapping[str, NDArray[Any]],
-    edges: NDArray[np.int32],
-    bucket: NDArray[np.int16],
-    samples: NDArray[np.int64],
-    size: int,
-) -> dict[str, NDArray[np.bool_]]:
-    """For each column that the layout determines or bounds, which rows are possible; `edges` start with 0."""
-    length, offset, nbytes = column["length"], column["offset"], column["nbytes"]
-    edge = edges[1:][bucket]
-    first = np.cumsum(samples) - samples
-    contiguous = np.empty(len(length), np.bool_)
-    contiguous[1:] = offset[:-1] + nbytes[:-1] == offset[1:]
-    contiguous[first] = offset[first] == DATA_START
-    return {
-        "bucket": column["bucket"] == edge,
-        "row": column["row"] == np.arange(len(length)) - np.repeat(first, samples),
-        "length": (length <= edge) & (length > edges[bucket]),
-        "supervised": (column["supervised"] >= 0) & (column["supervised"] <= length),
-        "nbytes": nbytes == np.multiply(length, size, dtype=np.int64),
-        "offset": contiguous,
-    }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dflash.cache.codec_error import CodecError
 from dflash.cache.index import load_index, shards_on_disk
 from dflash.cache.manifest import load_manifest
 from dflash.cache.mirror import mirror_of
@@ -38,7 +39,7 @@ def cache_info(cache: Path) -> dict[str, Any]:
     return {
         "cache": str(cache) if mirror is None else mirror.url,
         "format_version": manifest.format_version,
-        "identity": asdict(manifest.identity),
+        "identity": manifest.identity.plain(),
         "digest": manifest.digest(),
         "created": manifest.created,
         "derived": manifest.derived,
@@ -53,6 +54,7 @@ def cache_info(cache: Path) -> dict[str, Any]:
         "total_bytes": _folder_bytes(cache) if mirror is None else sum(mirror.store.sizes().values()),
         "bytes_per_token": shard_bytes / tokens if tokens else None,
         "missing_shards": [layout.name for layout in index.layouts if layout.name not in there],
+        "codec_error": None if manifest.codec_error is None else asdict(manifest.codec_error),
         "buckets": _buckets(manifest.identity, index),
     }
 
@@ -79,6 +81,9 @@ def format_info(info: dict[str, Any]) -> str:
     ]
     if info["derived"]:
         lines.append(f"  made by     {command}")
+    if info["codec_error"]:
+        error = CodecError(**info["codec_error"])
+        lines.append(f"  codec       {error.text()} ({error.tokens:,} tokens)")
     lines += [f"  dropped     {count:,} {reason}" for reason, count in sorted(info["dropped"].items())]
     if missing := info["missing_shards"]:
         lines.append(f"  MISSING     {len(missing):,} shards, e.g. {missing[0]}: run `dflash cache verify`")

@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+from dflash.cache.codec_error import CodecError, codec_problems
 from dflash.errors import CacheCorrupt, CacheError, CacheMismatch
 from dflash.files import TMP_SUFFIX, digest_json, fsync_path, publish_json
 
@@ -27,7 +28,6 @@ TARGET_CONFIG_NAME = "target_config.json"
 MAX_MANIFEST_BYTES = 1 << 24
 """A larger manifest is refused unread: a cache from strangers must not fill the memory."""
 BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4}
-CODECS = ("raw",)
 REPAIRED_FOLDER = "repaired"
 """Where `dflash cache repair` puts what was bad."""
 REPAIR = "`dflash cache verify` lists what is bad, `dflash cache repair` sets it aside to be made again"
@@ -39,8 +39,8 @@ _LIMITS = {"num_target_layers": 1 << 14, "hidden_size": 1 << 20, "vocab_size": 1
 """Far above any model; they keep sizes computed from a stranger's manifest within 64 bits."""
 _NAMES_ONLY = ("target", "revision")
 """Where the target was found. Moving its folder changes nothing; the digests decide."""
-_OPTIONAL = ("appended", "bad", "files", "derived")
-"""Keys of the manifest that are left out where they hold nothing."""
+_OPTIONAL = ("appended", "bad", "channel_scales", "codec_digest", "codec_error", "files", "derived")
+"""Keys that are left out where they hold nothing."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,14 @@ class Identity:
     dtype: str
     """`bfloat16` or `float32`."""
     codec: str
-    """`raw`."""
+    """One of `CODECS`."""
     bucket_edges: tuple[int, ...]
     """Longest length of each bucket in tokens, ascending; the last is `max_length`."""
     max_length: int
     """Longest sample in tokens."""
     corpus_digest: str
+    codec_digest: str | None = None
+    """Sha256 of the codec `int8`'s channel scales, which the manifest holds; None for other codecs."""
 
     def __post_init__(self) -> None:
         """Refuse values that no cache can have."""
@@ -88,9 +90,13 @@ class Identity:
             if name not in _NAMES_ONLY and mine != getattr(other, name)
         ]
 
+    def plain(self) -> dict[str, Any]:
+        """Its fields as the manifest has them, those that hold nothing left out."""
+        return {name: v for name, v in vars(self).items() if v is not None or name not in _OPTIONAL}
+
     @property
     def bytes_per_token(self) -> int:
-        """Size of one token's hidden states [K, H] in bytes."""
+        """Size of one token's decoded hidden states [K, H] in bytes."""
         return len(self.taps) * self.hidden_size * BYTES_PER_VALUE[self.dtype]
 
 
@@ -140,6 +146,10 @@ class Manifest:
     """Path in the cache to xxh3-128 (32 hex digits) of the files besides shards and index."""
     derived: str | None = None
     """The tool and settings that made this cache from others; None for one that extraction made."""
+    channel_scales: str | None = None
+    """Of the codec `int8`: bfloat16 [K, H], little-endian, as base64; frozen when the cache is begun."""
+    codec_error: CodecError | None = None
+    """What a lossy codec costs."""
 
     @property
     def corpora(self) -> tuple[str, ...]:
@@ -152,12 +162,13 @@ class Manifest:
 
     @cached_property
     def _digest(self) -> str:
-        identity = {name: value for name, value in asdict(self.identity).items() if name not in _NAMES_ONLY}
+        identity = {name: value for name, value in self.identity.plain().items() if name not in _NAMES_ONLY}
         return digest_json({"format_version": self.format_version, "identity": identity})
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `manifest.json`, with a digest of everything else in it."""
         value = {name: v for name, v in asdict(self).items() if v or name not in _OPTIONAL}
+        value["identity"] = self.identity.plain()
         return {**value, "digest": digest_json(value)}
 
     @classmethod
@@ -181,17 +192,18 @@ class Manifest:
         _check_keys(content["identity"], Identity, where)
         for sample in content.get("bad", ()):
             _check_keys(sample, BadSample, where)
+        if (error := content.get("codec_error")) is not None:
+            _check_keys(error, CodecError, where)
         if digest != digest_json(content):
             raise CacheCorrupt(f"{where}: its content does not fit its digest; {REPAIR}")
         for name in content.get("files", ()):
             if not is_inside(name):
                 raise CacheCorrupt(f"{where}: {name!r:.80} is no path inside a cache")
-        identity: dict[str, Any] = {
-            name: tuple(v) if isinstance(v, list) else v for name, v in content["identity"].items()
-        }
+        identity: dict[str, Any] = {name: _tupled(v) for name, v in content["identity"].items()}
         later = {
             "appended": tuple(content.get("appended", ())),
             "bad": tuple(BadSample(**sample) for sample in content.get("bad", ())),
+            "codec_error": error and CodecError(**{k: _tupled(v) for k, v in error.items()}),
         }
         return cls(**{**content, **later, "identity": Identity(**identity)})
 
@@ -325,8 +337,7 @@ def _identity_problems(identity: Identity) -> list[str]:
         problems.append("dtype float16 cannot hold hidden states (they exceed its range); use bfloat16")
     elif identity.dtype not in BYTES_PER_VALUE:
         problems.append(f"dtype {identity.dtype!r} is not one of {', '.join(BYTES_PER_VALUE)}")
-    if identity.codec not in CODECS:
-        problems.append(f"codec {identity.codec!r} is not one of {', '.join(CODECS)}")
+    problems += codec_problems(identity.codec, identity.dtype, identity.codec_digest)
     if not taps or len(set(taps)) < len(taps) or not all(0 <= tap < layers for tap in taps):
         problems.append(f"taps {list(taps)} must be different layers from 0 to {layers - 1}")
     if identity.hidden_size % HIDDEN_SIZE_MULTIPLE:
@@ -339,6 +350,11 @@ def _identity_problems(identity: Identity) -> list[str]:
     elif edges[-1] != identity.max_length:
         problems.append(f"the last bucket edge {edges[-1]} must be the maximum length {identity.max_length}")
     return problems
+
+
+def _tupled(value: Any) -> Any:
+    """JSON's lists as the records have them."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _check_keys(value: Any, record: type, where: str) -> None:
@@ -359,7 +375,9 @@ def _check_keys(value: Any, record: type, where: str) -> None:
 def _has_type(value: Any, kind: str) -> bool:
     """Whether a JSON value fits a field's annotation; booleans are no integers here."""
     if kind.startswith("tuple["):
-        item_type = {"int": int, "str": str, "BadSample": dict}[kind[len("tuple[") : kind.index(",")]]
+        item_type = {"int": int, "str": str, "float": float, "BadSample": dict}[
+            kind[len("tuple[") : kind.index(",")]
+        ]
         return isinstance(value, list) and all(type(item) is item_type for item in value)
     if kind == "dict[str, str]":
         return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
@@ -367,6 +385,6 @@ def _has_type(value: Any, kind: str) -> bool:
         return isinstance(value, dict) and all(type(item) is int and item >= 0 for item in value.values())
     if kind == "int":
         return type(value) is int and value >= 0
-    if kind == "Identity":
+    if kind in {"Identity", "CodecError | None"}:
         return isinstance(value, dict)
     return type(value).__name__ in kind.replace("None", "NoneType").split(" | ")

@@ -10,7 +10,8 @@ import crc32c
 import numpy as np
 import torch
 
-from dflash.cache.index import CacheIndex, check_complete, committed_ids, load_index
+from dflash.cache.codec import RawCodec, codec_of, decoded
+from dflash.cache.index import CacheIndex, Extents, check_complete, committed_ids, load_index
 from dflash.cache.io import (
     ALONE_S,
     MAX_OPEN_FILES,
@@ -23,7 +24,8 @@ from dflash.cache.io import (
 )
 from dflash.cache.manifest import REPAIR, load_manifest
 from dflash.cache.mirror import mirror_of
-from dflash.cache.shard import DATA_START, TORCH_DTYPES, Sample, ShardLayout
+from dflash.cache.quantised import CodedStates
+from dflash.cache.shard import DATA_START, Sample, ShardLayout
 from dflash.errors import CacheCorrupt
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ class CacheReader:
         self.index = load_index(cache, self.manifest)
         if self.manifest.complete or not allow_incomplete:
             check_complete(cache, self.manifest, self.index)
-        self._bytes_per_token = self.manifest.identity.bytes_per_token
+        self._codec = codec_of(self.manifest)
         self._shards = OpenFiles(self._open, _Shard.weight, max_open, MAX_TAIL_BYTES)
         self._workers = Workers()
         self._mirror = mirror_of(cache)
@@ -84,22 +86,26 @@ class CacheReader:
         self._shards.drop()
 
     def buffer_bytes(self, rows: Sequence[int] | NDArray[np.int64]) -> int:
-        """Bytes of the hidden states of these rows together."""
-        tokens = int(self.index.lengths[np.asarray(rows, np.int64)].sum(dtype=np.int64))
-        return tokens * self._bytes_per_token
+        """Bytes of the extents of these rows together."""
+        return int(self.index.locate(np.asarray(rows, np.int64)).nbytes.sum())
 
     def read(
-        self, rows: Sequence[int] | NDArray[np.int64], buffer: torch.Tensor | None = None
+        self,
+        rows: Sequence[int] | NDArray[np.int64],
+        buffer: torch.Tensor | None = None,
+        *,
+        keep_coded: bool = False,
     ) -> list[Sample]:
         """Read samples, in the order of `rows`.
 
         Args:
             rows: Rows of `index`; they may repeat.
-            buffer: uint8 vector on the CPU (pinned, say) of at least `buffer_bytes(rows)`; the hidden states
-                are views into it, so they change when it is used again. By default a new one.
+            buffer: uint8 vector on the CPU (pinned, say) of at least `buffer_bytes(rows)`; what
+                comes back may be views into it, which change when it is used again. By default a new one.
+            keep_coded: Leave states of the codecs int8 and fp8 for the device that uses them to decode.
 
         Returns:
-            One sample a row; `hidden_states` [T, K, H] in the cache's dtype.
+            One sample a row; `hidden_states` [T, K, H] in the cache's dtype, or else `coded`.
 
         Raises:
             CacheCorrupt: a shard is missing, cut short or changed, or a sample's checksum does not fit.
@@ -110,14 +116,29 @@ class CacheReader:
             return []
         if not 0 <= wanted.min() <= wanted.max() < len(self.index):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self.index)} samples")
-        total = self.buffer_bytes(wanted)
-        flat = torch.empty(total, dtype=torch.uint8) if buffer is None else buffer[:total]
-        return self._read(wanted, flat)
-
-    def _read(self, wanted: NDArray[np.int64], flat: torch.Tensor) -> list[Sample]:
-        lengths = self.index.lengths[wanted].astype(np.int64)
-        sizes = lengths * self._bytes_per_token
         extents = self.index.locate(wanted)
+        total = int(extents.nbytes.sum())
+        flat = torch.empty(total, dtype=torch.uint8) if buffer is None else buffer[:total]
+        samples = self._read(wanted, extents, flat)
+        if self.manifest.identity.codec != "raw":
+            self._interpret(samples, keep_coded=keep_coded)
+        return samples
+
+    def read_stored(self, rows: NDArray[np.int64]) -> list[Sample]:
+        """Read samples with their extents as they are stored, uint8 `[bytes]`, in `hidden_states`.
+
+        Raises:
+            CacheCorrupt: as `read`.
+        """
+        extents = self.index.locate(rows)
+        flat = torch.empty(int(extents.nbytes.sum()), dtype=torch.uint8)
+        samples = self._read(rows, extents, flat)
+        for sample in samples:
+            sample.hidden_states = sample.hidden_states.reshape(-1).view(torch.uint8)
+        return samples
+
+    def _read(self, wanted: NDArray[np.int64], extents: Extents, flat: torch.Tensor) -> list[Sample]:
+        lengths, sizes = self.index.lengths[wanted].astype(np.int64), extents.nbytes
         # In file order, so that neighbours are read together and each shard is opened once.
         order = np.lexsort((extents.offsets, extents.shards))
         shards, token_ends = extents.shards[order], np.cumsum(lengths[order])
@@ -157,20 +178,37 @@ class CacheReader:
 
     def _samples(self, batch: _Batch, order: NDArray[np.int64], flat: torch.Tensor) -> list[Sample]:
         """The samples of a batch that has been read, number i of it at place `order[i]`."""
-        states = self._states(flat, batch.sizes[np.argsort(order)])
+        extents = self._split(flat, batch.sizes[np.argsort(order)])
         input_ids = batch.input_ids.astype(np.int32, copy=False)
         samples: list[Sample | None] = [None] * len(order)
         columns = (order, batch.ids, batch.token_starts, batch.token_ends)
         for place, name, start, end in zip(*(column.tolist() for column in columns), strict=True):
-            samples[place] = Sample(name, input_ids[start:end], batch.loss_mask[start:end], states[place])
+            samples[place] = Sample(name, input_ids[start:end], batch.loss_mask[start:end], extents[place])
         return cast("list[Sample]", samples)
 
-    def _states(self, flat: torch.Tensor, sizes: NDArray[np.int64]) -> Sequence[torch.Tensor]:
-        """Views of the buffer: the hidden states [T, K, H] of samples of these bytes, one after another."""
-        identity = self.manifest.identity
-        shape = (-1, len(identity.taps), identity.hidden_size)
-        together = flat.view(TORCH_DTYPES[identity.dtype]).view(shape)
-        return torch.split(together, (sizes // self._bytes_per_token).tolist())
+    def _split(self, flat: torch.Tensor, sizes: NDArray[np.int64]) -> Sequence[torch.Tensor]:
+        """Views of the buffer, one a sample: extents of these sizes, or states [T, K, H] with codec raw."""
+        if not isinstance(self._codec, RawCodec):
+            return torch.split(flat, sizes.tolist())
+        tokens = sizes // self.manifest.identity.bytes_per_token
+        return torch.split(self._codec.parse(flat, int(tokens.sum())), tokens.tolist())
+
+    def _interpret(self, samples: list[Sample], *, keep_coded: bool) -> None:
+        """Put states in the place of extents."""
+
+        def parse(sample: Sample) -> None:
+            try:
+                states = self._codec.parse(sample.hidden_states, len(sample.input_ids))
+            except ValueError as error:
+                raise CacheCorrupt(
+                    f"{self.cache}: sample {sample.id} fits its checksum, but not its codec: {error}"
+                ) from error
+            if keep_coded and isinstance(states, CodedStates):
+                sample.hidden_states, sample.coded = torch.empty(0, dtype=torch.bfloat16), states
+            else:
+                sample.hidden_states = decoded(states)
+
+        self._workers.run(parse, samples)
 
     def fetch(self, shards: Iterable[int]) -> None:
         """Make sure that these shards lie in the folder: those of a cache in an object store may not yet.
@@ -211,17 +249,17 @@ class _Batch:
     rows: NDArray[np.int64]
     """0-based, in their shards."""
     offsets: NDArray[np.int64]
-    """First byte of their hidden states in their shards."""
+    """First byte of their extents in their shards."""
     sizes: NDArray[np.int64]
-    """Bytes of their hidden states."""
+    """Bytes of their extents."""
     crcs: NDArray[np.uint32]
     starts: NDArray[np.int64]
-    """First byte of their hidden states in `memory`."""
+    """First byte of their extents in `memory`."""
     token_starts: NDArray[np.int64]
     token_ends: NDArray[np.int64]
     """First token of each in `input_ids` and `loss_mask`, and the first behind."""
     memory: memoryview
-    """Where hidden states go."""
+    """Where extents go."""
     input_ids: NDArray[np.int32]
     """[T], where token ids go."""
     loss_mask: NDArray[np.uint8]
@@ -242,6 +280,10 @@ class _Shard:
         tail = self._file.bytes_at(layout.offsets_start, self.weight())
         ids_start = layout.input_ids_start - layout.offsets_start
         self._offsets = np.frombuffer(tail, "<i8", layout.samples + 1)
+        self._extents = self._offsets * layout.manifest.identity.bytes_per_token  # of the codec raw
+        if not layout.is_raw:
+            extents_start = layout.extents_start - layout.offsets_start
+            self._extents = np.frombuffer(tail, "<i8", layout.samples + 1, extents_start)
         self._input_ids = np.frombuffer(tail, "<i4", layout.tokens, ids_start)
         self._loss_mask = np.frombuffer(tail, np.uint8, layout.tokens, ids_start + 4 * layout.tokens)
 
@@ -271,8 +313,11 @@ class _Shard:
     def _take_tokens(self, batch: _Batch, part: slice) -> None:
         """Copy ids and masks; the shard's offsets and the index must agree on where they are."""
         rows, lengths = batch.rows[part], batch.token_ends[part] - batch.token_starts[part]
-        first = (batch.offsets[part] - DATA_START) // self.layout.manifest.identity.bytes_per_token
-        wrong = (self._offsets[rows] != first) | (self._offsets[rows + 1] != first + lengths)
+        first, extents = self._offsets[rows], batch.offsets[part] - DATA_START
+        wrong = (self._offsets[rows + 1] != first + lengths) | (first < 0)
+        wrong |= first + lengths > self.layout.tokens
+        wrong |= self._extents[rows] != extents
+        wrong |= self._extents[rows + 1] != extents + batch.sizes[part]
         if wrong.any():
             where = self._where(batch, part, int(wrong.argmax()))
             raise CacheCorrupt(f"{where}: its offsets differ from the index; {REPAIR}")

@@ -9,6 +9,8 @@ K tapped layers, H hidden size.
                 input_ids [T] int32
                 loss_mask [T] uint8         1 where a token is supervised
 
+With another codec than raw, `coded` [bytes] uint8 takes the place of `hidden_states`, and behind `offsets`
+stands `extents` [N + 1] int64: sample i is bytes extents[i] .. extents[i + 1] of it.
 The header is a pure function of a `ShardLayout`: a reader compares it byte for byte instead of trusting it.
 The room before byte 4096 lets the writer stream hidden states and add the header last, in bounded memory.
 """
@@ -25,20 +27,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import crc32c
 import numpy as np
-import torch
 import xxhash
 
+from dflash.cache.codec import TORCH_DTYPES
 from dflash.cache.manifest import FORMAT_VERSION, Manifest, bucket_name
 from dflash.errors import CacheError
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
+
+    from dflash.cache.codec import Codec
+    from dflash.cache.quantised import CodedStates
 
 DATA_START = 4096
 """First byte of the hidden states; the header never grows beyond it."""
 SHARDS_FOLDER = "shards"
 SHARD_SUFFIX = ".safetensors"
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 _CHUNK = 8 << 20
 _UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -56,7 +61,9 @@ class Sample:
     loss_mask: NDArray[np.uint8]
     """[T], 1 where a token is supervised."""
     hidden_states: torch.Tensor
-    """[T, K, H] in the cache's dtype, on any device."""
+    """[T, K, H] in the cache's dtype, on any device; empty where `coded` holds them."""
+    coded: CodedStates | None = None
+    """States that are decoded by whoever uses them."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +77,33 @@ class ShardLayout:
     """Edge of the shard's bucket in tokens."""
     samples: int
     tokens: int
+    coded_bytes: int = 0
+    """Bytes of all extents; with the codec raw they follow from the tokens."""
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether hidden states are stored as they are."""
+        return self.manifest.identity.codec == "raw"
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of all extents."""
+        return self.tokens * self.manifest.identity.bytes_per_token if self.is_raw else self.coded_bytes
 
     @property
     def offsets_start(self) -> int:
         """First byte of `offsets`."""
-        return DATA_START + self.tokens * self.manifest.identity.bytes_per_token
+        return DATA_START + self.extent_bytes
+
+    @property
+    def extents_start(self) -> int:
+        """First byte of `extents`."""
+        return self.offsets_start + 8 * (self.samples + 1)
 
     @property
     def input_ids_start(self) -> int:
         """First byte of `input_ids`."""
-        return self.offsets_start + 8 * (self.samples + 1)
+        return self.extents_start + (0 if self.is_raw else 8 * (self.samples + 1))
 
     @property
     def loss_mask_start(self) -> int:
@@ -94,14 +118,6 @@ class ShardLayout:
     def header(self) -> bytes:
         """The first 4096 bytes of the file."""
         identity = self.manifest.identity
-        hidden_shape = [self.tokens, len(identity.taps), identity.hidden_size]
-        starts = [DATA_START, self.offsets_start, self.input_ids_start, self.loss_mask_start, self.file_size]
-        kinds: list[tuple[str, str, list[int]]] = [
-            ("hidden_states", _SAFETENSORS_DTYPES[identity.dtype], hidden_shape),
-            ("offsets", "I64", [self.samples + 1]),
-            ("input_ids", "I32", [self.tokens]),
-            ("loss_mask", "U8", [self.tokens]),
-        ]
         value: dict[str, Any] = {
             "__metadata__": {
                 "format": "dflash-cache",
@@ -112,11 +128,28 @@ class ShardLayout:
                 "codec": identity.codec,
             }
         }
-        for (name, dtype, shape), start, end in zip(kinds, starts[:-1], starts[1:], strict=True):
+        tensors = self._tensors()
+        ends = [*(start for _, start, _, _ in tensors[1:]), self.file_size]
+        for (name, start, dtype, shape), end in zip(tensors, ends, strict=True):
             extent = [start - DATA_START, end - DATA_START]
             value[name] = {"dtype": dtype, "shape": shape, "data_offsets": extent}
         text = json.dumps(value, separators=(",", ":")).encode()
         return struct.pack("<Q", DATA_START - 8) + text.ljust(DATA_START - 8)
+
+    def _tensors(self) -> list[tuple[str, int, str, list[int]]]:
+        """Name, first byte, dtype and shape of each tensor, in the order of the file."""
+        identity = self.manifest.identity
+        shape = [self.tokens, len(identity.taps), identity.hidden_size]
+        coded = [("coded", DATA_START, "U8", [self.coded_bytes])]
+        raw = [("hidden_states", DATA_START, _SAFETENSORS_DTYPES[identity.dtype], shape)]
+        extents = [("extents", self.extents_start, "I64", [self.samples + 1])]
+        return [
+            *(raw if self.is_raw else coded),
+            ("offsets", self.offsets_start, "I64", [self.samples + 1]),
+            *([] if self.is_raw else extents),
+            ("input_ids", self.input_ids_start, "I32", [self.tokens]),
+            ("loss_mask", self.loss_mask_start, "U8", [self.tokens]),
+        ]
 
 
 def shard_name(edge: int, unit: str) -> str:
@@ -155,13 +188,8 @@ def shard_digest(file: BinaryIO) -> str:
 
 
 def sample_crc(hidden: Any, input_ids: Any, loss_mask: Any) -> int:
-    """crc32c over the sample's bytes as stored: hidden states, then input ids, then loss mask."""
+    """crc32c over the sample's bytes as stored: its extent, then input ids, then loss mask."""
     return int(crc32c.crc32c(loss_mask, crc32c.crc32c(input_ids, crc32c.crc32c(hidden))))
-
-
-def hidden_bytes(hidden_states: torch.Tensor) -> NDArray[np.uint8]:
-    """The tensor's bytes in row-major order; a copy only where it is not contiguous on the CPU."""
-    return hidden_states.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def check_sample(sample: Sample, manifest: Manifest) -> None:
@@ -200,15 +228,16 @@ class ShardStream:
 
     Args:
         path: File to write, not there yet; `finish` or `discard` closes it.
+        codec: Of the cache.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, codec: Codec) -> None:
+        self.path, self._codec = path, codec
         self.size = DATA_START
         self._file: BinaryIO = path.open("xb")
         self._file.write(bytes(DATA_START))
         self._digest = xxhash.xxh3_128()
-        self._offsets = [0]
+        self._offsets, self._extents = [0], [0]
         self._input_ids: list[NDArray[np.int32]] = []
         self._loss_mask: list[NDArray[np.uint8]] = []
 
@@ -222,13 +251,24 @@ class ShardStream:
         """Tokens so far."""
         return self._offsets[-1]
 
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes of all extents so far."""
+        return self._extents[-1]
+
     def append(self, sample: Sample) -> tuple[int, int, int]:
         """Add a sample that `check_sample` has passed.
 
         Returns:
-            First byte of its hidden states in the file, their number of bytes, and the sample's crc32c.
+            First byte of its extent in the file, the extent's number of bytes, and the sample's crc32c.
+
+        Raises:
+            CacheError: the codec cannot store NaN or infinity, and the sample holds some.
         """
-        hidden = hidden_bytes(sample.hidden_states)
+        try:
+            hidden = self._codec.encode(sample.hidden_states)
+        except ValueError as error:
+            raise CacheError(f"sample {sample.id}: {error}") from error
         input_ids = np.array(sample.input_ids, dtype="<i4")  # copies: the caller may reuse its arrays
         loss_mask = np.array(sample.loss_mask)
         start = self.size
@@ -237,6 +277,7 @@ class ShardStream:
         self._input_ids.append(input_ids)
         self._loss_mask.append(loss_mask)
         self._offsets.append(self.tokens + len(input_ids))
+        self._extents.append(self.size - DATA_START)
         return start, hidden.nbytes, sample_crc(hidden, input_ids, loss_mask)
 
     def finish(self, layout: ShardLayout) -> str:
@@ -246,6 +287,8 @@ class ShardStream:
             The shard's digest, as `shard_digest` would compute it.
         """
         self._put(np.array(self._offsets, dtype="<i8"))
+        if not layout.is_raw:
+            self._put(np.array(self._extents, dtype="<i8"))
         self._put(np.concatenate(self._input_ids))
         self._put(np.concatenate(self._loss_mask))
         self._file.seek(0)

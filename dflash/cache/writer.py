@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dflash.cache.codec import codec_of
 from dflash.cache.index import (
     FRAGMENT_SUFFIX,
     INDEX_FOLDER,
@@ -62,7 +63,7 @@ class CacheWriter:
         cache: The cache's folder.
         manifest: What `create_cache` returned.
         writer: Plain name that no other running writer of this cache has, e.g. `"rank0"`; names the units.
-        shard_bytes: Size of hidden states at which a shard is committed.
+        shard_bytes: Size of stored hidden states at which a shard is committed.
         mirror: The folder's, where the cache is in an object store: a commit is handed over to it at once.
 
     Raises:
@@ -80,6 +81,7 @@ class CacheWriter:
         self.cache, self.manifest, self.writer, self.shard_bytes = cache, manifest, writer, shard_bytes
         self._mirror = mirror
         shard_name(manifest.identity.max_length, f"{writer}-000000")  # refuses a bad name before any work
+        self._codec = codec_of(manifest)
         self._open: dict[int, tuple[ShardStream, str, list[IndexRow]]] = {}
         self._failed = False
         with self._guarded():
@@ -139,12 +141,18 @@ class CacheWriter:
         self._next_unit += 1
         path = self.cache / shard_name(self.manifest.identity.bucket_edges[bucket], unit)
         _make_folder(path.parent)
-        return ShardStream(path.with_name(f"{path.name}.{os.getpid()}.part{TMP_SUFFIX}")), unit, []
+        return (
+            ShardStream(path.with_name(f"{path.name}.{os.getpid()}.part{TMP_SUFFIX}"), self._codec),
+            unit,
+            [],
+        )
 
     def _commit(self, bucket: int) -> None:
         stream, unit, rows = self._open[bucket]
         edge = self.manifest.identity.bucket_edges[bucket]
-        layout = ShardLayout(shard_name(edge, unit), self.manifest, edge, stream.samples, stream.tokens)
+        layout = ShardLayout(
+            shard_name(edge, unit), self.manifest, edge, stream.samples, stream.tokens, stream.coded_bytes
+        )
         commit_shard(self.cache, stream, layout, rows, unit)
         del self._open[bucket]
         if self._mirror is not None:

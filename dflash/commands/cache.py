@@ -11,6 +11,7 @@ import click
 
 from dflash.commands.common import CACHE
 from dflash.commands.derive import drop_taps, merge, rebucket, subset
+from dflash.commands.transcode import transcode
 
 _cache_argument = click.argument("cache_folder", metavar="CACHE", type=CACHE)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -27,7 +28,7 @@ def cache() -> None:
     """Look at and look after a cache."""
 
 
-for _command in (merge, subset, rebucket, drop_taps):
+for _command in (merge, subset, rebucket, drop_taps, transcode):
     cache.add_command(_command)
 
 

@@ -23,6 +23,7 @@ from dflash.cache.index import load_index
 from dflash.cache.manifest import BadSample, Manifest, bucket_of, load_manifest
 from dflash.cache.mirror import mirror_of
 from dflash.cache.planned import PLANNED_NAME, Planned, save_planned
+from dflash.cache.sizes import bytes_per_token
 from dflash.cache.speeds import save_speeds
 from dflash.cache.writer import CacheWriter, finalize
 from dflash.dist import device_of
@@ -103,7 +104,9 @@ def _units(config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, b
     """What is not yet committed; the same on every rank."""
     index = load_index(config.out, manifest)
     done = np.concatenate([index.ids, np.array([bad.id for bad in manifest.bad], np.uint64)])
-    edges, per_token = manifest.identity.bucket_edges, manifest.identity.bytes_per_token
+    identity = manifest.identity
+    edges, shape = identity.bucket_edges, (len(identity.taps), identity.hidden_size)
+    per_token = bytes_per_token(identity.codec, *shape, identity.dtype)
     batches = batches_of(corpus.lengths, corpus.ids, edges, config.tokens_per_batch)
     batches = remaining(batches, corpus.ids, done)
     if board.world.is_main and batches:

@@ -11,6 +11,7 @@ from dflash.cache.parts import TOKENIZER_FOLDER, check_part, record_parts
 from dflash.cache.writer import sweep_uncommitted
 from dflash.errors import CacheMismatch, CorpusError
 from dflash.extract.chat import template_digest, tokenizer_digest
+from dflash.extract.codec_probe import coded_manifest
 from dflash.extract.mask_token import find_mask_token
 from dflash.extract.settings import ExtractConfig
 from dflash.extract.token_store import TokenizedCorpus
@@ -35,7 +36,8 @@ def prepare(config: ExtractConfig, tokenizer: Any, corpus: TokenizedCorpus) -> M
             f"{facts.vocab_size} rows; the tokenizer is another model's"
         )
     identity = _identity(config, tokenizer, corpus, facts)
-    manifest = _opened(config, Manifest(identity, len(corpus), dropped=corpus.dropped), corpus)
+    raw = Manifest(identity, len(corpus), dropped=corpus.dropped)
+    manifest = _opened(config, coded_manifest(config, raw, corpus), corpus)
     if manifest.complete:
         return manifest
     sweep_uncommitted(config.out)

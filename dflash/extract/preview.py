@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash.cache.manifest import BYTES_PER_VALUE
+from dflash.cache.codec_error import CODECS
+from dflash.cache.sizes import ESTIMATED, bytes_per_token
 from dflash.dist import device_of
 from dflash.errors import ConfigError
 from dflash.extract.corpus import load_corpus
@@ -69,8 +70,12 @@ class Preview:
 
     @property
     def bytes_per_token(self) -> int:
-        """Size of one token's hidden states in the codec `raw`."""
-        return len(self.taps) * self.hidden_size * BYTES_PER_VALUE[self.config.dtype]
+        """Size of one token's hidden states in the codec that is asked for."""
+        return self.in_codec(self.config.codec)
+
+    def in_codec(self, codec: str) -> int:
+        """Size of one token's hidden states in a codec."""
+        return bytes_per_token(codec, len(self.taps), self.hidden_size, self.config.dtype)
 
     @property
     def bytes_needed(self) -> int:
@@ -115,15 +120,25 @@ class Preview:
     def _costs(self) -> list[str]:
         taps, plain = ",".join(map(str, self.taps)), plain_waste(self.lengths, PLAIN_BATCH)
         states = f"{len(self.taps)} taps ({taps}) x {self.hidden_size} in {self.config.dtype}"
-        per_token, needed = self.bytes_per_token + TOKEN_BYTES, self.bytes_needed
-        verdict = "" if needed <= self.free else "; NOT ENOUGH: the run will refuse to start"
+        verdict = "" if self.bytes_needed <= self.free else "; NOT ENOUGH: the run will refuse to start"
         return [
             f"padding  {self.pad_share:.1%} of what is computed, none is stored",
             f"         (batches of {PLAIN_BATCH} in file order: {plain:.1%}, computed and stored)",
-            f"cache    {states}: {per_token:,} bytes/token, {_gigabytes(needed)}, codec raw",
+            f"cache    {states}",
+            *(self._codec(codec) for codec in self._codecs()),
             f"disk     {_gigabytes(self.free)} free at {self.config.out}{verdict}",
             f"time     {self._time()}",
         ]
+
+    def _codecs(self) -> tuple[str, ...]:
+        return CODECS if self.config.dtype == "bfloat16" else ("raw",)
+
+    def _codec(self, codec: str) -> str:
+        per_token = self.in_codec(codec)
+        size = _gigabytes(bytes_needed(self.lengths, per_token))
+        notes = [", estimated"] if codec in ESTIMATED else []
+        notes += ["  <- --codec"] if codec == self.config.codec else []
+        return f"         {codec:<9}{per_token + TOKEN_BYTES:>8,} bytes/token, {size}{''.join(notes)}"
 
     def _time(self) -> str:
         if self.speed is None:

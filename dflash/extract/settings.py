@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash.cache.codec_error import CODECS, LOSSY_CODECS
 from dflash.errors import ConfigError
 from dflash.extract.conversation import Thinking
 from dflash.extract.corpus import CorpusConfig
@@ -50,6 +51,10 @@ class ExtractConfig:
     """Start even where the disk cannot hold the result."""
     order: str = "longest-first"
     """Of the work: one of `ORDERS`. It changes no byte of any sample."""
+    codec: str = "raw"
+    """How hidden states are stored."""
+    max_divergence: float = 0.02
+    """Nats a token by which a lossy codec may change the target's output at any tap."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without the target.
@@ -59,6 +64,7 @@ class ExtractConfig:
         """
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        _check_codec(self)
         edges = self.edges
         if list(edges) != sorted(set(edges)) or edges[0] < 1 or edges[-1] != self.max_length:
             raise ConfigError(
@@ -118,3 +124,17 @@ class ExtractConfig:
     def plain(self) -> dict[str, Any]:
         """For the run's record: every field, with the bucket edges that hold."""
         return asdict(self) | {"out": str(self.out), "bucket_edges": self.edges}
+
+
+def _check_codec(config: ExtractConfig) -> None:
+    if config.codec not in CODECS:
+        raise ConfigError(f"--codec {config.codec!r} is not one of {', '.join(CODECS)}")
+    if config.codec != "raw" and config.dtype != "bfloat16":
+        raise ConfigError(f"--codec {config.codec} stores bfloat16; --dtype {config.dtype} needs --codec raw")
+    if config.codec in LOSSY_CODECS and config.tp > 1:
+        raise ConfigError(
+            f"--codec {config.codec} first runs the whole target on one device, and --tp {config.tp} splits "
+            "it; extract in the codec raw or lossless, then use `dflash cache transcode`"
+        )
+    if not config.max_divergence > 0:
+        raise ConfigError(f"--max-divergence {config.max_divergence} must be above 0 nats")

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from dflash.attention import BlockLayout
+from dflash.cache.quantised import join
 from dflash.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from dflash.cache.quantised import CodedStates
     from dflash.cache.writer import Sample
 
 
@@ -111,7 +113,7 @@ class PackedBatch:
     """A micro-batch of packed documents."""
 
     features: Tensor
-    """Tapped hidden states of the context `[T, K*H]`, in the cache's dtype."""
+    """Tapped hidden states of the context `[T, K*H]`, in the cache's dtype; empty where they are `coded`."""
     context_positions: Tensor
     """Position of each context row in its document, int64 `[T]`."""
     block_ids: Tensor
@@ -135,6 +137,8 @@ class PackedBatch:
     """In distillation, the target's last hidden states `[R, H]`."""
     teacher_rows: Tensor | None = None
     """Which of them stands behind each slot's prediction, int64 `[A, B-1]`; meaningless where not counted."""
+    coded: CodedStates | None = None
+    """Hidden states of the codecs int8 and fp8 until they are on the device, which decodes them."""
 
     @property
     def blocks(self) -> int:
@@ -142,10 +146,13 @@ class PackedBatch:
         return self.block_ids.shape[0]
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch on another device; copies from pinned memory do not block."""
-        return (
+        """The same batch on a device, its features decoded there; copies from pinned memory do not block."""
+        moved = (
             self if device.type == "cpu" else self._map(lambda tensor: tensor.to(device, non_blocking=True))
         )
+        if moved.coded is None:
+            return moved
+        return replace(moved, features=moved.coded.decode().flatten(1), coded=None)
 
     def pin(self) -> PackedBatch:
         """The same batch in page-locked memory, from which CUDA copies run beside the computation."""
@@ -166,6 +173,7 @@ class PackedBatch:
             negatives=None if self.negatives is None else change(self.negatives),
             teacher=None if self.teacher is None else change(self.teacher),
             teacher_rows=None if self.teacher_rows is None else change(self.teacher_rows),
+            coded=None if self.coded is None else self.coded.map(change),
         )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -205,8 +213,9 @@ def pack(docs: Sequence[Document], shape: BlockShape, *, pinned: bool = False) -
     per_doc = [len(doc.anchors) for doc in docs]
     first_row = np.repeat(starts, per_doc)
     anchors = np.concatenate([doc.anchors for doc in docs]) if docs else np.zeros(0, np.int64)
+    coded = [doc.sample.coded.first(n) for doc, n in zip(docs, rows, strict=True) if doc.sample.coded]
     return PackedBatch(
-        features=_features(docs, rows, pinned=pinned),
+        features=torch.zeros(0, 0) if coded else _features(docs, rows, pinned=pinned),
         context_positions=torch.cat([torch.arange(0), *(torch.arange(count) for count in rows)]),
         block_ids=ids,
         block_positions=positions,
@@ -216,6 +225,7 @@ def pack(docs: Sequence[Document], shape: BlockShape, *, pinned: bool = False) -
         buckets=torch.from_numpy(np.repeat(np.array([doc.bucket for doc in docs], np.int64), per_doc)),
         samples=tuple(doc.sample.id for doc in docs),
         tokens=sum(len(doc.sample.input_ids) for doc in docs),
+        coded=join(coded) if coded else None,
     )
 
 

@@ -64,16 +64,18 @@ class CorruptSample(NamedTuple):
     error: str
 
 
-def read_sound(reader: CacheReader, rows: Sequence[int]) -> tuple[list[Sample], list[CorruptSample]]:
+def read_sound(
+    reader: CacheReader, rows: Sequence[int], *, keep_coded: bool = False
+) -> tuple[list[Sample], list[CorruptSample]]:
     """Read samples one by one where some are damaged; the damaged ones are left out, and named."""
     try:
-        return reader.read(rows), []
+        return reader.read(rows, keep_coded=keep_coded), []
     except CacheCorrupt:
         pass
     samples, corrupt = [], []
     for row in rows:
         try:
-            samples.extend(reader.read([row]))
+            samples.extend(reader.read([row], keep_coded=keep_coded))
         except CacheCorrupt as error:  # noqa: PERF203 - reading costs thousands of times as much
             corrupt.append(CorruptSample(int(reader.index.ids[row]), int(row), str(error)))
     return samples, corrupt

@@ -149,9 +149,10 @@ class StepLoader:
         self, slot: Sequence[Draw], corrupt: list[CorruptSample]
     ) -> tuple[Sequence[Draw], list[Sample]]:
         rows = [draw.row for draw in slot]
+        coded = not self._blocks.teacher  # whose rows are picked out here
         if not self._blocks.skip_corrupt:
-            return slot, self._reader.read(rows, self._room(rows))
-        samples, damaged = read_sound(self._reader, rows)
+            return slot, self._reader.read(rows, self._room(rows), keep_coded=coded)
+        samples, damaged = read_sound(self._reader, rows, keep_coded=coded)
         corrupt.extend(damaged)
         lost = {sample.row for sample in damaged}
         return [draw for draw in slot if draw.row not in lost], samples
