@@ -40,6 +40,7 @@ from dflash.evaluate.run import evaluate
 from dflash.head import HEAD_NAME, TargetHead
 from dflash.pretrained import write_drafter
 from dflash.train.loader import StepLoader
+from dflash.train.memory import keep_memory
 from dflash.train.network import drafter_config
 from dflash.train.optim import build_optimizer, lr_at, set_lr
 from dflash.train.run import Run
@@ -61,6 +62,7 @@ class TimedRun(Run):
 
 def ours(cache: Path, out: Path, seconds: float) -> dict[str, Any]:
     """Train ours; the drafter goes to `out`."""
+    keep_memory()  # as `train` does
     config = replace(train_config(cache, out / "run"), max_steps=10**9, save_every=10**9, resume=False)
     run: Any = TimedRun.open(config, World())
     with StepLoader(run.reader, run.sampler, run.blocks, World(), run.device) as loader:

@@ -31,6 +31,7 @@ from dflash.cache.writer import Sample
 from dflash.drafter import Drafter, DrafterConfig, init_weights
 from dflash.head import HeadFacts, TargetHead
 from dflash.train.batches import BlockShape, Document, pack
+from dflash.train.memory import keep_memory
 from dflash.train.objective import DraftingLoss, HeadCrossEntropy, ObjectiveConfig
 from dflash.train.optim import OptimConfig, build_optimizer
 
@@ -101,7 +102,8 @@ class Arm(NamedTuple):
 
 
 def ours(job: Job) -> Arm:
-    """This project's loss, clipping and optimizer."""
+    """This project's loss, clipping and optimizer, with memory kept as in a run."""
+    keep_memory()
     drafter = Drafter(CONFIG)
     drafter.load_state_dict(our_weights())
     head = TargetHead(job.embedding, job.lm_head, torch.ones(HIDDEN).bfloat16(), HeadFacts())

@@ -110,38 +110,39 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape with `size` as its last axis; the dtype of `x` is kept."""
-        return rms_norm(x.float(), self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight.float(), self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, in float32."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, in float32; the dtype of `x` is kept."""
     if x.device.type == "cpu" and torch.is_grad_enabled():
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The norm with its gradient in a few passes: CPUs have a kernel for its values only."""
+    """The norm and its gradient in few passes: CPUs have no kernel for either."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`[..., size] -> [..., size]`."""
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return F.rms_norm(x, weight.shape, weight, eps)
+        wide = x.float()
+        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        scale = square.div_(len(weight)).add_(eps).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, weight, scale)
+        return torch.mul(wide, scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         """Of `x` and `weight`."""
-        x, weight = ctx.saved_tensors
-        rows, given = x.reshape(-1, len(weight)), upstream[0].reshape(-1, len(weight))
-        square = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_()
-        scale = square.div_(len(weight)).add_(ctx.eps).rsqrt_()  # [rows, 1]
-        d_weight = (given * rows).T @ scale
-        slope = given * weight
-        along = torch.linalg.vecdot(slope, rows)[:, None] * scale.pow(3) / -len(weight)
-        d_x = slope.mul_(scale).addcmul_(rows, along)
-        return d_x.view(x.shape), d_weight[:, 0], None
+        x, weight, scale = ctx.saved_tensors
+        rows, given = (part.reshape(-1, len(weight)).float() for part in (x, upstream[0]))
+        scale = scale.view(-1, 1)
+        product = given * rows
+        d_weight = product.T @ scale
+        along = (product @ weight)[:, None] * scale.pow(3) / -len(weight)
+        d_x = torch.mul(given, weight, out=product).mul_(scale).addcmul_(rows, along)
+        return d_x.view(x.shape).to(x.dtype), d_weight[:, 0], None
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -189,10 +190,37 @@ def joined(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
     """Outputs of linear layers on the same rows; in training, where rows are many, by one matrix product."""
     if not torch.is_grad_enabled():
         return tuple(layer(x) for layer in layers)
+    return torch.split(side_by_side(x, *layers), [layer.out_features for layer in layers], dim=-1)
+
+
+def side_by_side(x: Tensor, *layers: nn.Linear) -> Tensor:
+    """The same outputs in one tensor, one behind the other on the last axis."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    out = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-    return torch.split(out, [layer.out_features for layer in layers], dim=-1)
+    return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+class _Gated(torch.autograd.Function):
+    """`silu(gate) * up` of `[..., gate | up]`, whose gradient is written into one tensor at once."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        """`[..., 2 * size] -> [..., size]`."""
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+        """Of both halves."""
+        (both,) = ctx.saved_tensors
+        d_both, given = torch.empty_like(both), upstream[0]
+        (gate, up), (d_gate, d_up) = both.chunk(2, dim=-1), d_both.chunk(2, dim=-1)
+        active = F.silu(gate)
+        torch.mul(given, active, out=d_up)
+        slope = torch.mul(given, up, out=active)
+        torch.ops.aten.silu_backward.grad_input(slope, gate, grad_input=d_gate)
+        return d_both
 
 
 class Attention(nn.Module):
@@ -242,6 +270,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., H] -> [..., H]`."""
+        if x.device.type == "cpu" and torch.is_grad_enabled():
+            both = side_by_side(x, self.gate_proj, self.up_proj)
+            return self.down_proj(_Gated.apply(both))  # type: ignore[no-any-return,no-untyped-call]
         gate, up = joined(x, self.gate_proj, self.up_proj)
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 

@@ -10,6 +10,7 @@ Dimensions: A blocks, B slots, P counted positions, H hidden size, V vocabulary 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -165,26 +166,47 @@ def _to_slopes(
 ) -> tuple[Tensor, Tensor]:
     """Loss and correctness of logits `[p, V]`, which become the slopes of the loss with respect to them."""
     rows = SOFTMAX_ROWS if raw.device.type == "cpu" else max(len(raw), 1)
+    room = raw.new_empty(min(rows, len(raw)), raw.shape[1], dtype=torch.float32)
     results = []
     for part, wanted in zip(torch.split(raw, rows), torch.split(labels, rows), strict=True):
         capped = part if softcap is None else torch.tanh(part / softcap) * softcap
-        loss, correct, slope = _softmax_loss(capped if shift is None else capped.float() + shift, wanted)
-        part.copy_(slope if softcap is None else slope.mul_(1 - (capped.float() / softcap).square()))
-        results.append((loss, correct))
+        scores = room[: len(part)].copy_(capped)
+        results.append(_softmax_loss(scores if shift is None else scores.add_(shift), wanted))
+        part.copy_(scores if softcap is None else scores.mul_(1 - (capped.float() / softcap).square()))
     losses, hits = zip(*results, strict=True)
     return torch.cat(losses), torch.cat(hits)
 
 
-def _softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, correctness, and the loss's slope `softmax - onehot` with respect to logits `[p, V]`."""
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+def _softmax_loss(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and correctness of float32 logits `[p, V]`, which become its slope `softmax - onehot`."""
     index = labels[:, None]
-    best_probability, best = probabilities.max(dim=-1, keepdim=True)
+    wanted = scores.gather(1, index)
+    top, correct = _best(scores, index, wanted)
+    probabilities = torch.softmax(scores, dim=-1, out=scores)
     # log p(label) = z(label) - z(best) + log p(best): p(best) >= 1/V, while p(label) itself may underflow
-    gap = logits.gather(1, index).float() - logits.gather(1, best).float()
-    loss = -(gap + best_probability.log())[:, 0]
-    slope = probabilities.scatter_add_(1, index, probabilities.new_full(index.shape, -1.0))
-    return loss, (best == index)[:, 0], slope
+    loss = top - wanted - probabilities.amax(dim=-1, keepdim=True).log()
+    probabilities.scatter_add_(1, index, probabilities.new_full(index.shape, -1.0))
+    return loss[:, 0], correct
+
+
+def _best(scores: Tensor, index: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest logit of each row `[p, 1]`; whether it is the label's, bool `[p]`: of equals the first.
+
+    Args:
+        scores: Logits `[p, V]`.
+        index: The labels `[p, 1]`.
+        wanted: Their logits `[p, 1]`.
+    """
+    if scores.device.type != "cpu":
+        top, best = scores.max(dim=-1, keepdim=True)
+        return top, (best == index)[:, 0]
+    # On a CPU the place of a maximum costs ten times its value, so only ties are looked up.
+    others = scores.scatter_(1, index, -math.inf).amax(dim=-1, keepdim=True)
+    scores.scatter_(1, index, wanted)
+    correct = (wanted > others)[:, 0]
+    tied = (wanted == others)[:, 0].nonzero()[:, 0]
+    correct[tied] = scores[tied].argmax(dim=-1) == index[tied, 0]
+    return torch.maximum(wanted, others), correct
 
 
 class DraftingLoss(nn.Module):

@@ -22,6 +22,7 @@ from dflash.lifeline import Lifeline, lifeline
 from dflash.stopping import StopFlag, stop_signals
 from dflash.train.config import TrainConfig, TrainResult
 from dflash.train.follower import Follower
+from dflash.train.memory import keep_memory
 from dflash.train.run import Run
 from dflash.train.sampler import check_world
 
@@ -47,6 +48,8 @@ def train(config: TrainConfig, world: World) -> TrainResult:
     """
     check_world(config.sampler, world)
     started = time.perf_counter()
+    if device_of(world).type == "cpu":
+        keep_memory()
     with ranks(world) as line, stop_signals() as stop:
 
         def wish() -> int:

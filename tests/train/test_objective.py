@@ -72,6 +72,15 @@ def test_cross_entropy_through_the_head_is_that_of_torch_in_value_and_gradient(r
     torch.testing.assert_close(ours.grad, oracle.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("label", [0, 2, 4])
+def test_of_tokens_with_the_same_logit_the_first_counts_as_the_drafted_one(label):
+    lm_head = torch.tensor([[1.0], [0.0], [1.0], [-1.0], [1.0]])
+    loss, correct = HeadCrossEntropy.apply(torch.tensor([[2.0]]), lm_head, torch.tensor([label]), None)
+    logits = 2 * lm_head.T
+    assert correct.item() is (label == int(logits.argmax()))
+    torch.testing.assert_close(loss, F.cross_entropy(logits, torch.tensor([label]), reduction="none"))
+
+
 def test_cross_entropy_stays_finite_where_the_label_is_hopeless():
     hidden = torch.tensor([[200.0]], requires_grad=True)
     loss, correct = HeadCrossEntropy.apply(hidden, torch.tensor([[1.0], [-1.0]]), torch.tensor([1]), None)
