@@ -1,7 +1,8 @@
 """The look-ahead that is made ready: steps that are read, verified, packed and, for CUDA, in pinned memory.
 
 It is bounded in steps and in bytes, never exceeds either, and is drawn from in order. The first draw waits
-until the gate is open; every draw waits for its step. What is being loaded at the moment counts as held.
+until the gate is open, but not for long: what is not yet loaded lies on the disk. Every draw waits for its
+step. What is being loaded at the moment counts as held.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class ReadyLimits:
     """Steps that may be ready at once."""
     limit_bytes: int
     """Bytes of hidden states that may be."""
+    patience: float = 1.0
+    """Seconds that the gate may keep the first step back once that is ready."""
 
 
 def ready_limits(
@@ -128,7 +131,10 @@ class ReadyWindow(Generic[Item]):
         started = time.perf_counter()
         with self._changed:
             ready = len(self._items) if self._open else 0
-            self._changed.wait_for(lambda: self._finished or (self._open and self._items))
+            self._changed.wait_for(lambda: self._finished or self._items)
+            if not self._open:
+                self._changed.wait_for(lambda: self._finished or self._open, self._limits.patience)
+                self._open = True
             waited = time.perf_counter() - started
             if self._items:
                 item, size = self._items.popleft()

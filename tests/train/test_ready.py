@@ -50,7 +50,7 @@ def test_everything_comes_out_in_order_and_no_bound_is_ever_exceeded(sizes, step
 
 
 def test_the_first_draw_waits_for_the_gate_and_later_ones_for_their_step_alone():
-    window = ReadyWindow(ReadyLimits(gate=3, steps=5, limit_bytes=100))
+    window = ReadyWindow(ReadyLimits(gate=3, steps=5, limit_bytes=100, patience=60))
     drawn = []
     drawing = threading.Thread(target=lambda: drawn.extend(window.draw() for _ in range(4)))
     drawing.start()
@@ -68,6 +68,18 @@ def test_the_first_draw_waits_for_the_gate_and_later_ones_for_their_step_alone()
     assert [one.item for one in drawn] == [0, 1, 2, 3]
     assert drawn[0].ready == 0
     assert drawn[0].waited >= 0.04
+
+
+def test_the_gate_does_not_keep_a_step_back_for_longer_than_its_patience():
+    window = ReadyWindow(ReadyLimits(gate=3, steps=5, limit_bytes=100, patience=0.05))
+    window.reserve(1)
+    window.put(0)
+    first = window.draw()
+    assert first.item == 0
+    assert 0.04 <= first.waited
+    window.reserve(1)
+    window.put(1)
+    assert window.draw().ready == 1  # once open, it stays open
 
 
 @pytest.mark.parametrize("sizes", [[40, 40, 40], [1]])
