@@ -3,6 +3,7 @@
 The map, from the top down (each line imports only what stands below it):
 
 - `cli`, `commands`: the command line; `demo`: the whole job on a small real model
+- `report`: one page about trainings
 - `evaluate`, `export`: what a drafter is worth; checkpoint layouts for other clients
 - `extract`, `train`, `decode`: stage 1, stage 2, and speculative decoding
 - `pretrained`: a drafter on disk, as servers load it

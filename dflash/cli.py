@@ -20,6 +20,7 @@ from dflash.commands.evaluate import evaluate_command, generate
 from dflash.commands.export import export, import_command
 from dflash.commands.extract import extract
 from dflash.commands.regenerate import regenerate
+from dflash.commands.report import report
 from dflash.commands.sample import sample
 from dflash.commands.train import train
 
@@ -36,6 +37,7 @@ _COMMANDS = (
     sample,
     train,
     compare,
+    report,
     evaluate_command,
     generate,
     export,

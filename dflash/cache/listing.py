@@ -132,7 +132,7 @@ def show_sample(cache: Path, sample_id: int) -> Shown:
         if row == len(ids) or int(ids[row]) != sample_id:
             raise CacheError(f"{cache} holds no sample {sample_id}; `dflash cache ls {cache}` lists them")
         (sample,) = reader.read([row])
-        tokenizer = _tokenizer(reader)
+        tokenizer = load_tokenizer(reader)
     mask = sample.loss_mask.astype(np.bool_)
     bounds = np.flatnonzero(np.diff(mask)) + 1
     runs = zip(np.split(sample.input_ids, bounds), np.split(mask, bounds), strict=True)
@@ -146,7 +146,13 @@ def show_sample(cache: Path, sample_id: int) -> Shown:
     )
 
 
-def _tokenizer(reader: CacheReader) -> Any:
+def load_tokenizer(reader: CacheReader) -> Any:
+    """The cache's own tokenizer, a `PreTrainedTokenizer`.
+
+    Raises:
+        CacheError: the cache was made without one.
+        CacheCorrupt: it is damaged.
+    """
     from transformers import AutoTokenizer
 
     folder = check_tokenizer(reader.cache, reader.manifest)

@@ -78,8 +78,7 @@ class RunComparison:
         letters = list(ascii_uppercase[: len(self.runs)])
         rows: list[tuple[str, Sequence[Any]]] = [("", letters)]
         rows += [
-            (name, [_show(value, _FORMATS[name]) for value in values])
-            for name, values in self.figures.items()
+            (name, [_show(value, FORMATS[name]) for value in values]) for name, values in self.figures.items()
         ]
         for name, buckets in self.by_bucket.items():
             rows += [
@@ -107,18 +106,19 @@ def compare_runs(paths: Sequence[Path], plot: Path | None = None) -> RunComparis
     runs = [load_run(path) for path in paths]
     if plot is not None:
         plot_runs(plot, runs)
-    each = [_figures(run) for run in runs]
+    each = [run_figures(run) for run in runs]
     buckets = [_by_bucket(run) for run in runs]
     return RunComparison(
         runs=tuple(map(str, paths)),
-        differences=tuple(_differences(runs)),
+        differences=tuple(differing(runs)),
         figures={name: [found[name] for found in each] for name in each[0]},
         by_bucket={name: _align([found.get(name, {}) for found in buckets]) for name in _names(buckets)},
         by_position=_align([dict(enumerate(run.mean_by("accuracy"), start=1)) for run in runs]),
     )
 
 
-def _figures(run: Run) -> dict[str, float | None]:
+def run_figures(run: Run) -> dict[str, float | None]:
+    """The figures of `RunComparison.figures` for one run."""
     seconds = sum(step["seconds"] + step.get("waited", 0.0) for step in run.steps)
     tokens = sum(step["tokens"] for step in run.steps)
     calm = run.after_warmup
@@ -136,7 +136,7 @@ def _figures(run: Run) -> dict[str, float | None]:
     }
 
 
-_FORMATS: dict[str, Callable[[float], str]] = {
+FORMATS: dict[str, Callable[[float], str]] = {
     "steps": "{:,}".format,
     "tokens": "{:,}".format,
     "seconds": format_seconds,
@@ -148,6 +148,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "walk tau": "{:.3f}".format,
     "mix off over 30 draws": "{:.4f}".format,
 }
+"""How each of `RunComparison.figures` is written."""
 
 
 def _by_bucket(run: Run) -> dict[str, dict[int, float | None]]:
@@ -165,8 +166,9 @@ def _names(tables: Sequence[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for table in tables for name in table))
 
 
-def _differences(runs: Sequence[Run]) -> list[Difference]:
-    flat = [_flat(run.config) for run in runs]
+def differing(runs: Sequence[Run]) -> list[Difference]:
+    """Settings that are not the same in all runs."""
+    flat = [flat_config(run.config) for run in runs]
     keys = sorted(set().union(*flat) - {*_NAMES_ONLY, *_SECONDARY})
     found = [Difference(key, tuple(config.get(key) for config in flat)) for key in keys]
     # What the network's settings decide is said by them already.
@@ -176,10 +178,13 @@ def _differences(runs: Sequence[Run]) -> list[Difference]:
     return different
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_config(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration with names such as `sampler.seed` in the place of nested ones."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= (
+            flat_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        )
     return flat
 
 

@@ -27,6 +27,8 @@ class Run:
     """One line of figures a step, at least one."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """One line of figures a walk over the held-out samples."""
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    """One line a step that changed nothing because it was not finite."""
 
     @property
     def tail(self) -> list[dict[str, Any]]:
@@ -78,8 +80,9 @@ def load_run(path: Path) -> Run:
     evaluations = [line for line in lines if line.get("kind") == "evaluation"]
     steps = [line for line in lines if "kind" not in line]
     if not steps:
-        raise ConfigError(f"{path} holds no steps of `dflash train`, so there is nothing to compare")
-    return Run(path, config, steps, evaluations)
+        raise ConfigError(f"{path} holds no steps of `dflash train`, so there is nothing to show")
+    skipped = [line for line in lines if line.get("kind") == "skipped"]
+    return Run(path, config, steps, evaluations, skipped)
 
 
 def bucket_losses(path: Path, edges: Sequence[int]) -> list[float]:
