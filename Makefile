@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_READY := .venv/.demo-ready
 
-.PHONY: help demo test lint unit test-long clients serving-test docs clean
+.PHONY: help demo test lint unit test-long clients browser serving-test docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,10 +40,13 @@ test-long: $(INSTALLED) ## tests that take minutes
 clients: $(INSTALLED)
 	tests/serving/setup_clients.sh $(PYTHON)
 
+browser:
+	tests/serving/setup_browser.sh
+
 demo/result.json:
 	$(MAKE) demo
 
-serving-test: clients demo/result.json ## z-lab's dflash and vLLM run the demo's checkpoint
+serving-test: clients browser demo/result.json ## z-lab's dflash and vLLM run the demo's checkpoint
 	OMP_NUM_THREADS=$(CORES) $(BIN)/pytest tests/serving -m serving --log-cli-level=INFO
 
 docs: $(INSTALLED) ## regenerate docs/cli-reference.md

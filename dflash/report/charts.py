@@ -16,7 +16,7 @@ from dflash.report.markup import Html, join, tag
 from dflash.report.series import Curve, FloatArray, thinned
 
 WIDTH, HEIGHT = 440, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 12, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 12, 12, 44
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,8 @@ def area_svg(chart: AreaChart, marks: FloatArray) -> Html:
         tag("path", class_=f"area c{n % RUNS}", d=_band(frame, chart.x, edges[:, n], edges[:, n + 1]))
         for n in range(chart.shares.shape[1])
     ]
-    borders = [_across(frame, border, "quota") for border in np.cumsum(chart.owed)[:-1].tolist()]
+    places = np.cumsum(chart.owed)[:-1].tolist()
+    borders = [[_across(frame, place, kind) for kind in ("halo", "quota")] for place in places]
     summary = "; ".join(
         f"{label}: {share:.1%} at the end, {owed:.1%} owed"
         for label, share, owed in zip(chart.labels, chart.shares[-1], chart.owed, strict=True)
