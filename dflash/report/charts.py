@@ -209,7 +209,7 @@ def _labels(chart: LineChart | AreaChart, frame: _Frame) -> Html:
     return tag(
         "g",
         tag("text", chart.x_label, x=x, y=HEIGHT - 7, text_anchor="middle"),
-        tag("text", chart.y_label, x=13, y=y, text_anchor="middle", transform=f"rotate(-90 13 {y})"),
+        tag("text", chart.y_label, x=17, y=y, text_anchor="middle", transform=f"rotate(-90 17 {y})"),
         class_="labels",
     )
 

@@ -43,9 +43,8 @@ BAD_LABELS = """[...document.querySelectorAll('svg')].flatMap(svg => {
     .map(([other]) => one + ' on ' + other));
   return [...cut, ...hit].map(text => svg.querySelector('title').textContent + ': ' + text);
 })"""
-ROWS = (
-    "[...document.querySelectorAll('#loss-chart tbody tr')].map(r => [...r.children].map(c => c.textContent))"
-)
+ROWS = """[...document.querySelectorAll('#loss-chart tbody tr')].map(row =>
+  [...row.children].map(cell => cell.textContent))"""
 
 
 @pytest.fixture(scope="module")
