@@ -2,7 +2,7 @@
 
     python scripts/write_report_screenshot.py demo/run
 
-Needs Chromium (tests/serving/setup_browser.sh). Run it where the run finds its cache, behind `make demo` here.
+Needs Chromium (tests/serving/setup_browser.sh). Run it where the run finds its cache, behind `make demo`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "report.png"
-SIZE = "1100,1330"
+SIZE = "1100,1540"
 MOST_BYTES = 300_000
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
