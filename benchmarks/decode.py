@@ -36,9 +36,8 @@ from dflash.decode.loop import generate
 from dflash.decode.pace import Pace
 from dflash.demo.run import corpus_file
 from dflash.evaluate.pair import open_pair
-from dflash.evaluate.run import selected
 from dflash.export.give import export_network
-from dflash.extract.prompts import Prompt, load_prompts
+from dflash.extract.prompts import Prompt, load_prompts, selected
 
 WAYS = ("plain", "transformers", "dflash", "own_plain")
 

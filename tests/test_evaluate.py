@@ -19,9 +19,9 @@ from dflash.errors import CheckpointError, ConfigError, CorpusError
 from dflash.evaluate.config import THINKING, EvalConfig
 from dflash.evaluate.figures import Difference, EvalReport, KindReport
 from dflash.evaluate.plot import plot_positions
-from dflash.evaluate.run import _BothWays, evaluate, selected
+from dflash.evaluate.run import _BothWays, evaluate
 from dflash.extract.benchmarks import BENCHMARKS, benchmark_rows
-from dflash.extract.prompts import Prompt, load_prompts
+from dflash.extract.prompts import Prompt, load_prompts, selected
 from dflash.pretrained import write_drafter
 from dflash.target import load_tokenizer
 from dflash.train.checkpoint import resolve_drafter

@@ -18,6 +18,11 @@ NEAR_TIE = 8
 """Steps of the dtype by which sums of a different order may move a logit."""
 
 
+def length_edge(tokens: int) -> int:
+    """The power of two, at least 16, that a prompt of so many tokens does not exceed."""
+    return 1 << max(tokens - 1, 15).bit_length()
+
+
 @dataclass(frozen=True)
 class Difference:
     """Where two greedy outputs of one prompt part."""
@@ -122,7 +127,8 @@ class KindReport:
             "tokens_per_s": self._rate(self.speculative_seconds),
             "walk_tau": self.walk_tau,
             "anchor_tau": self.anchor_tau,
-            "speedup": self.speedup,
+            "speedup": self.speedup if self.plain_seconds else None,
+            "equal": self.equal if self.plain_seconds else None,
             "accepted_by_position": self.by_position(slots),
         }
 
@@ -141,7 +147,7 @@ class EvalReport:
 
     def parts(self, prompt: Prompt) -> list[KindReport]:
         """Where a prompt counts."""
-        edge = 1 << max(len(prompt.input_ids) - 1, 15).bit_length()
+        edge = length_edge(len(prompt.input_ids))
         kind = self.kinds.setdefault(prompt.kind or "all", KindReport())
         return [self.total, kind, self.lengths.setdefault(edge, KindReport())]
 
@@ -168,6 +174,7 @@ class EvalReport:
         return [[*head, "speed-up", "equal"], *(self._row(*group) for group in groups)]
 
     def _row(self, name: str, r: KindReport) -> list[str]:
+        """A row; a dash where nothing was measured (a server does not say how long it drafts)."""
         drafting = r.drafting_seconds / r.speculative_seconds if r.speculative_seconds else 0.0
         return [
             name,
@@ -175,11 +182,11 @@ class EvalReport:
             f"{r.tokens:,}",
             f"{r.walk_tau:.2f}",
             f"{r.anchor_tau:.2f}" if r.anchors else "-",
-            f"{r.plain_seconds:.1f}",
+            f"{r.plain_seconds:.1f}" if r.plain_seconds else "-",
             f"{r.speculative_seconds:.1f}",
-            f"{drafting:.0%}",
-            f"{r.speedup:.2f}x",
-            f"{r.equal}/{r.prompts}" if self.greedy else "-",
+            f"{drafting:.0%}" if r.drafting_seconds else "-",
+            f"{r.speedup:.2f}x" if r.plain_seconds else "-",
+            f"{r.equal}/{r.prompts}" if self.greedy and r.plain_seconds else "-",
         ]
 
     def table(self) -> str:

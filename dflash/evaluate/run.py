@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +17,7 @@ from dflash.errors import CorpusError
 from dflash.evaluate.config import THINKING, EvalConfig
 from dflash.evaluate.figures import Difference, EvalReport, KindReport
 from dflash.evaluate.pair import open_pair
-from dflash.extract.prompts import Prompt, load_prompts
+from dflash.extract.prompts import Prompt, load_prompts, selected
 from dflash.progress import Progress
 from dflash.target import Target
 
@@ -50,17 +49,6 @@ def evaluate(config: EvalConfig) -> EvalReport:
                     part.differences += [found_difference] if found_difference else []
             bar.advance(len(some), report.total.summary())
     return report
-
-
-def selected(prompts: list[Prompt], per_kind: int | None) -> list[Prompt]:
-    """At most so many prompts of each kind, in their order."""
-    seen: Counter[str | None] = Counter()
-    chosen = []
-    for prompt in prompts:
-        seen[prompt.kind] += 1
-        if per_kind is None or seen[prompt.kind] <= per_kind:
-            chosen.append(prompt)
-    return chosen
 
 
 def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,17 @@ def load_prompts(
     if not prompts:
         raise CorpusError(f"{', '.join(data)}: no row has a user turn that the chat template can render")
     return prompts
+
+
+def selected(prompts: list[Prompt], per_kind: int | None) -> list[Prompt]:
+    """At most so many prompts of each kind, in their order."""
+    seen: Counter[str | None] = Counter()
+    chosen = []
+    for prompt in prompts:
+        seen[prompt.kind] += 1
+        if per_kind is None or seen[prompt.kind] <= per_kind:
+            chosen.append(prompt)
+    return chosen
 
 
 def _rows(data: Sequence[str]) -> Iterator[Row]:
