@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from clients import ROOT
+from clients import NEW_TOKENS, ROOT, decode_all
 
+from dflash.decode.config import Generation
 from dflash.demo.run import corpus_file
 from dflash.drafter import Drafter
 from dflash.evaluate.pair import open_pair
@@ -50,3 +51,9 @@ def demo() -> Demo:
     drafter_folder = resolve_drafter(folder / "run")
     target, drafter, tokenizer = open_pair(str(folder / "target"), drafter_folder, dtype="float32")
     return Demo(folder / "target", drafter_folder, target, drafter, _prompts(tokenizer))
+
+
+@pytest.fixture(scope="session")
+def ours(demo: Demo) -> list[Generation]:
+    """Our own greedy speculative answers to the demo's prompts."""
+    return decode_all(demo.target, demo.drafter, demo.prompts, NEW_TOKENS)

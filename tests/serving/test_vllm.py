@@ -6,16 +6,10 @@ import json
 import logging
 
 import pytest
-from clients import acceptance_length, decode_all, run_client
+from clients import NEW_TOKENS, acceptance_length, run_client
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(1800)]
-NEW_TOKENS = 64
 log = logging.getLogger("vllm")
-
-
-@pytest.fixture(scope="module")
-def ours(demo):
-    return decode_all(demo.target, demo.drafter, demo.prompts, NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
