@@ -46,7 +46,7 @@ browser:
 demo/result.json:
 	$(MAKE) demo
 
-serving-test: clients browser demo/result.json ## z-lab's dflash and vLLM run the demo's checkpoint, Chromium opens a report
+serving-test: clients browser demo/result.json ## z-lab's dflash, speculators and vLLM run the demo's drafter, Chromium opens a report
 	OMP_NUM_THREADS=$(CORES) $(BIN)/pytest tests/serving -m serving --log-cli-level=INFO
 
 docs: $(INSTALLED) ## regenerate docs/cli-reference.md
