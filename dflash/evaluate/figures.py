@@ -119,14 +119,15 @@ class KindReport:
         self.accepted.update(length - 1 for length in speculative.accepted)
 
     def figures(self, slots: int) -> dict[str, Any]:
-        """Everything, JSON-ready."""
+        """Everything, JSON-ready; null where nothing was measured."""
         counts = {name: value for name, value in asdict(self).items() if name != "accepted"}
         return counts | {
-            "verifying_seconds": self.verifying_seconds,
+            "drafting_seconds": self.drafting_seconds or None,
+            "verifying_seconds": self.verifying_seconds if self.drafting_seconds else None,
             "plain_tokens_per_s": self._rate(self.plain_seconds),
             "tokens_per_s": self._rate(self.speculative_seconds),
             "walk_tau": self.walk_tau,
-            "anchor_tau": self.anchor_tau,
+            "anchor_tau": self.anchor_tau if self.anchors else None,
             "speedup": self.speedup if self.plain_seconds else None,
             "equal": self.equal if self.plain_seconds else None,
             "accepted_by_position": self.by_position(slots),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from dflash.extract.prompts import load_prompts
 from dflash.target import Target
 from dflash.train.checkpoint import resolve_drafter
 
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line a request would hide the figures
 PROMPTS = 20
 LONGEST = 400
 """Tokens of a prompt: long documents cost minutes in float32 and show nothing more."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
-from click.testing import CliRunner
 from clients import NEW_TOKENS, acceptance_length, vllm_server
 
-from dflash.cli import cli
 from dflash.evaluate.client import Client
 from dflash.export.give import ExportConfig, export_drafter
 
@@ -50,27 +50,21 @@ def data(demo, exported):
     return path
 
 
+def dflash(*arguments):
+    """What a command prints, run as users run it."""
+    command = [sys.executable, "-m", "dflash", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def report(demo, servers, data):
     """What `dflash eval --server` prints as JSON."""
-    drafting, plain = servers
-    done = CliRunner().invoke(
-        cli,
-        [
-            *("eval", "--server", drafting, "--plain-server", plain, "--target", str(demo.target_folder)),
-            *(
-                "--data",
-                str(data),
-                "--max-new-tokens",
-                str(NEW_TOKENS),
-                "--concurrency",
-                str(CONCURRENCY),
-                "--json",
-            ),
-        ],
-    )
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    to, plain = servers
+    who = ("--server", to, "--plain-server", plain, "--target", demo.target_folder)
+    how = ("--max-new-tokens", NEW_TOKENS, "--concurrency", CONCURRENCY)
+    return json.loads(dflash("eval", *who, "--data", data, *how, "--json"))
 
 
 def test_every_text_is_that_of_the_server_without_the_drafter(demo, report):
@@ -102,23 +96,8 @@ def test_it_answers_for_regeneration_too(demo, servers, tmp_path):
     questions = ["Name a colour.", "What is 2 + 2?", "Say hello."]
     path, out = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
     path.write_text("".join(f'{{"prompt": "{question}"}}\n' for question in questions))
-    done = CliRunner().invoke(
-        cli,
-        [
-            *(
-                "regenerate",
-                "--data",
-                str(path),
-                "--out",
-                str(out),
-                "--server",
-                servers[1],
-                "--keep-truncated",
-            ),
-            *("--max-new-tokens", "12", "--concurrency", "4"),
-        ],
-    )
-    assert done.exit_code == 0, done.output
+    how = ("--max-new-tokens", 12, "--concurrency", 4, "--keep-truncated")
+    dflash("regenerate", "--data", path, "--out", out, "--server", servers[1], *how)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["messages"][0]["content"] for row in rows] == questions
     assert all(row["messages"][-1]["content"].strip() for row in rows)
