@@ -73,7 +73,9 @@ def test_a_queue_suffers_from_its_producer_and_the_quota_does_not(arrival: str, 
         assert spread is not None
         return spread.mean
 
-    assert variation("stratified") < 0.05
+    # Whole micro-batches: the bound over W draws is K (1 - 1/(2K - 2)) / W, and the mean about a fifth of it.
+    buckets = len(corpus.bucket_edges)
+    assert variation("stratified") < 0.25 * buckets * (1 - 1 / (2 * buckets - 2)) / 30
     assert variation("fifo") > factor * variation("stratified")
 
 
