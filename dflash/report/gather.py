@@ -111,14 +111,16 @@ def _evaluations(path: Path, label: str) -> list[tuple[str, dict[str, Any]]]:
         several = {} if "walk_tau" in value else value
         results = [(f"{label}: {name}", each) for name, each in several.items()] or [(label, value)]
         for _, each in results:
-            (
-                each["walk_tau"],
-                each["speedup"],
-                each["accepted_by_position"],
-                each["kinds"],
-                each["equal"],
-                each["prompts"],
-            )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            _check_evaluation(each)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not the output of `dflash eval --json` ({error!r})") from error
     return results
+
+
+def _check_evaluation(found: dict[str, Any]) -> None:
+    """Touch all that the page shows; whatever that raises says what is wrong."""
+    for group in (found, *found["kinds"].values()):
+        for name in ("walk_tau", "speedup", "prompts", "equal"):
+            float(group[name])
+    for share in found["accepted_by_position"]:
+        float(share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +12,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from report_pages import Page, parse
+from support import write_cache
+from tiny_runs import LENGTHS, tiny_config
 
+from dflash.cache.manifest import load_manifest
+from dflash.cache.transcode import transcode
 from dflash.cli import cli
 from dflash.errors import ConfigError
+from dflash.evaluate.figures import EvalReport, KindReport
 from dflash.report.colours import DARK, LIGHT, RUNS, contrast
 from dflash.report.gather import Codec, Sources, gather
 from dflash.report.markup import Html, tag, text
@@ -23,7 +29,10 @@ from dflash.report.settings import command
 from dflash.report.tables import codec
 from dflash.report.texts import Piece, RunTexts, SampleText
 from dflash.train.faults import append_line
+from dflash.train.holdout import HoldoutConfig
 from dflash.train.runs import METRICS_NAME
+from dflash.train.trainer import train
+from dflash.world import World
 
 SECTIONS = [
     "summary",
@@ -38,19 +47,18 @@ SECTIONS = [
     "configuration",
 ]
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&<!--\u202e\x00\ud800]]></title></svg>"
-EVAL = {
-    "walk_tau": 2.5,
-    "anchor_tau": 2.0,
-    "speedup": 1.5,
-    "prompts": 4,
-    "equal": 4,
-    "tokens": 100,
-    "greedy": True,
-    "plain_tokens_per_s": 10.0,
-    "tokens_per_s": 15.0,
-    "accepted_by_position": [0.7, 0.4, 0.2],
-}
-RESULT = EVAL | {"kinds": {"short": EVAL}}
+KIND = KindReport(
+    prompts=4,
+    tokens=100,
+    cycles=10,
+    walked=25,
+    equal=4,
+    plain_seconds=10.0,
+    speculative_seconds=5.0,
+    accepted=Counter({0: 3, 1: 3, 2: 2, 3: 2}),
+)
+RESULT = EvalReport(KIND, {"short": KIND}, 4).to_json()
+EVAL = RESULT["kinds"]["short"]
 
 
 def metrics(run: Path) -> list[dict]:
@@ -211,9 +219,9 @@ def test_the_mix_stands_beside_its_quota(page_of_two: Page, reported_runs: Path)
 
 
 def test_a_run_of_an_older_layout_is_shown_with_what_it_has(runs: Path) -> None:
-    missing = ("window", "passes_by_bucket", "grad_norm")
     steps = [line for line in metrics(runs / "a") if "kind" not in line]
-    kept = [{key: value for key, value in step.items() if key not in missing[:2]} for step in steps]
+    later = ("window", "passes_by_bucket")
+    kept = [{key: value for key, value in step.items() if key not in later} for step in steps]
     (runs / "a" / METRICS_NAME).write_text("".join(f"{json.dumps(step)}\n" for step in kept[:1]))
     made = parse(page(gather([runs / "a"])))
     assert "Window fill: nothing recorded." in made.by_id("window").text()
@@ -233,7 +241,7 @@ def test_what_eval_measured_is_shown_from_the_runs_folder_and_from_files(runs: P
     (runs / "a" / "eval.json").write_text(json.dumps(RESULT))
     (runs / "several.json").write_text(json.dumps({"x": RESULT, "y": RESULT | {"speedup": 9.0}}))
     made = parse(page(gather([runs / "a"], [runs / "several.json"])))
-    assert made.table("Decoding: a")[-1] == ["all", "4", "100", "2.50", "10", "15", "1.50x", "4 of 4"]
+    assert made.table("Decoding: a")[-1] == ["all", "4", "100", "2.50", "10", "20", "2.00x", "4 of 4"]
     assert made.table(f"Decoding: {runs / 'several.json'}: y")[-1][6] == "9.00x"
     heads = made.table("Acceptance by position in the block")
     assert "decoding, a" in heads[0]
@@ -251,6 +259,29 @@ def test_a_lossy_codec_tells_its_error_by_layer(runs: Path) -> None:
     without = error | {"kl": ()}
     made = Html(codec(Sources([replace(source, codec=Codec("int8", (1, 3), without))])))
     assert [row[3] for row in parse(made).table("a: codec int8, over 2,048 tokens")[1:]] == ["-", "-"]
+
+
+def test_a_run_on_a_lossy_cache_shows_its_error_and_its_texts(reported_runs: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "fp8"
+    transcode(reported_runs / "cache", cache, "fp8", jobs=1)
+    config = tiny_config(cache, tmp_path / "run", max_steps=1, holdout=HoldoutConfig(0.35))
+    train(config, World())
+    write_report([tmp_path / "run"], tmp_path / "r.html", samples=1)
+    made = parse((tmp_path / "r.html").read_text())
+    error = load_manifest(cache).codec_error
+    (_, *rows) = made.table(f"run: codec fp8, over {error.tokens:,} tokens")
+    assert [float(row[1]) for row in rows] == pytest.approx(error.relative_error, rel=1e-3)
+    assert len(list(made.by_id("samples").all("article"))) == 1
+
+
+def test_runs_on_other_buckets_share_what_they_can(runs: Path, tmp_path: Path) -> None:
+    cache = write_cache(tmp_path / "other", LENGTHS, edges=(32, 64))
+    train(tiny_config(cache, tmp_path / "c", max_steps=3), World())
+    made = parse(page(gather([runs / "a", tmp_path / "c"])))
+    assert "Not in the figure by bucket, having other buckets: c." in made.by_id("acceptance").text()
+    assert made.table("Training loss")[0] == ["step", "a", "c"]
+    assert made.table("Training loss")[-1][2] == "-"  # c ended earlier
+    assert [row[0] for row in made.table("Length mix of c, whole run")[1:]] == ["to 32", "to 64"]
 
 
 def test_the_codec_is_read_from_the_runs_cache_only_while_it_is_the_same(runs: Path) -> None:
@@ -283,6 +314,8 @@ def test_the_command_line_writes_the_page_and_names_it(reported_runs: Path, tmp_
         (["a", "a"], ["2 runs", "each once"]),
         (["none"], ["none is not a run"]),
         (["a", "--eval", "a/run.json"], ["a/run.json", "dflash eval --json"]),
+        (["a", "--eval", "list.json"], ["list.json", "dflash eval --json"]),
+        (["a", "--eval", "null.json"], ["null.json", "dflash eval --json"]),
         (["a", "--eval", "none.json"], ["none.json", "dflash eval --json"]),
     ],
 )
@@ -290,6 +323,8 @@ def test_what_a_user_gets_wrong_is_one_line_and_leaves_no_page(
     arguments: list[str], words: list[str], runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(runs)
+    Path("list.json").write_text("[1]")
+    Path("null.json").write_text(json.dumps(RESULT | {"walk_tau": None}))
     before = set(runs.rglob("*"))
     done = CliRunner().invoke(cli, ["report", *arguments])
     assert done.exit_code == 2
