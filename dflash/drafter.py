@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dflash.attention import BlockAttention, BlockLayout, KeyValue, attention_for
 from dflash.errors import ConfigError
@@ -286,8 +287,17 @@ class DrafterLayer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.recompute = False
+        """Whether training keeps the layer's inputs alone, and computes the rest again in the backward pass."""
 
-    def forward(
+    def forward(self, *inputs: Any) -> Tensor:
+        """As `compute`."""
+        if self.recompute and torch.is_grad_enabled():
+            # nothing in a layer is random
+            return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return self.compute(*inputs)
+
+    def compute(
         self,
         x: Tensor,
         context: KeyValue,

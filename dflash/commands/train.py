@@ -79,6 +79,11 @@ from dflash.commands.common import CACHE, PATH, config_option, nproc_option, opt
     click.option(
         "--parallel", default="ddp", show_default=True, help="ddp, or fsdp: the drafter split over the ranks."
     ),
+    click.option(
+        "--activation-checkpointing",
+        is_flag=True,
+        help="Compute layers again in the backward pass: less memory, a third more work.",
+    ),
     click.option("--follow", is_flag=True, help="Begin while the cache is still being extracted."),
     click.option(
         "--max-wait",

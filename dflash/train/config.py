@@ -57,6 +57,8 @@ class TrainConfig:
     resume: bool = False
     parallel: str = "ddp"
     """With several ranks: `ddp` (everything on each) or `fsdp` (split among them)."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping what it computed: less memory."""
     max_minutes: float | None = None
     """Stop with a checkpoint behind the step in which so many minutes are over; None for never."""
     max_bad_steps: int = 10

@@ -12,6 +12,7 @@ import torch
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
 from dflash.train.candidates import draw_negatives
 from dflash.train.faults import CorruptSample, read_sound
+from dflash.train.padding import ON_CUDA, padded
 from dflash.train.ready import DEFAULT_BYTES, ReadyLimits, ReadyWindow
 from dflash.train.sampler import SamplerState, Step, batches_for
 from dflash.train.teacher import with_teacher
@@ -143,7 +144,7 @@ class StepLoader:
             vocab_size, seed = self._reader.manifest.identity.vocab_size, self._blocks.anchors.seed
             drawn = draw_negatives(self._blocks.negatives, vocab_size, seed, batch.samples)
             batch = replace(batch, negatives=torch.from_numpy(drawn))
-        return batch.pin() if self._device.type == "cuda" else batch
+        return padded(batch, ON_CUDA).pin() if self._device.type == "cuda" else batch
 
     def _read(
         self, slot: Sequence[Draw], corrupt: list[CorruptSample]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dflash.head import TargetHead
     from dflash.train.batches import PackedBatch
 from dflash.train.candidates import candidates
+from dflash.train.padding import with_rows
 from dflash.train.parallel import zero_of
 
 LOGIT_ROWS = 512
@@ -235,7 +236,7 @@ class DraftingLoss(nn.Module):
         hidden = self.drafter(
             self.head.embed(batch.block_ids).float(),  # the residual stream stays in float32
             batch.block_positions,
-            batch.features[:, : self.width].to(dtype),
+            with_rows(batch.features[:, : self.width].to(dtype), len(batch.context_positions)),
             batch.context_positions,
             batch.layout,
             first_slot=1,
@@ -276,7 +277,7 @@ class DraftingLoss(nn.Module):
         correct = torch.zeros(counted.shape, dtype=torch.float32, device=ce.device)
         correct[counted] = hit.float()
         accepted = 1 + correct.cumprod(dim=1).sum(dim=1)  # [A]
-        bucket = batch.buckets
+        bucket, real = batch.buckets, counted[:, 0].float()  # the first slot of a real block always counts
         of_position = bucket[:, None].expand(counted.shape)[counted]  # [P]
         weighted = weight * ce
         return LossSums(
@@ -284,8 +285,8 @@ class DraftingLoss(nn.Module):
             weight=weight.sum(),
             correct=correct.sum(dim=0),
             counted=counted.float().sum(dim=0),
-            accepted=self._by_bucket(bucket, accepted),
-            blocks=self._by_bucket(bucket, torch.ones_like(accepted)),
+            accepted=self._by_bucket(bucket, accepted * real),
+            blocks=self._by_bucket(bucket, real),
             bucket_loss=self._by_bucket(of_position, weighted.detach()),
             bucket_weight=self._by_bucket(of_position, weight),
         )

@@ -106,6 +106,16 @@ class SplitDrafter(nn.Module):
         self.set_is_last_backward(wanted)  # type: ignore[operator]
 
 
+def recompute_layers(drafter: Drafter, *, wanted: bool) -> None:
+    """Keep each layer's inputs alone in the forward pass, and compute the layer again in the backward pass.
+
+    The layers do it themselves, so it is the same alone, replicated and split: a split layer is put together
+    once for both.
+    """
+    for layer in drafter.layers:
+        layer.recompute = wanted  # type: ignore[assignment]
+
+
 def over_ranks(loss: nn.Module, world: World, mode: str) -> nn.Module:
     """A loss with a `drafter` as the ranks compute it together; the optimizer is built behind this."""
     if world.size == 1:

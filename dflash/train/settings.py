@@ -64,6 +64,7 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
         log=tuple(f["log"]),
         resume=f["resume"],
         parallel=f["parallel"],
+        activation_checkpointing=f["activation_checkpointing"],
         max_minutes=f["max_minutes"],
         max_bad_steps=f["max_bad_steps"],
         skip_corrupt=f["skip_corrupt"],

@@ -62,6 +62,14 @@ def test_with_bfloat16_compute_a_split_run_has_the_same_curve(cache, tmp_path):
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "alone"), rel=5e-3)
 
 
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_layers_that_are_computed_again_train_the_same_on_ranks(cache, tmp_path, mode):
+    run_of(0, 1, cache, tmp_path / "alone", {"precision": "float32"})
+    changes = {"precision": "float32", "parallel": mode, "activation_checkpointing": True}
+    run_ranks(tmp_path / "ranks", 2, run_of, cache, tmp_path / "out", changes)
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "alone"), rel=2e-4)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_checkpoint_loads_under_any_number_of_ranks_and_either_way(cache, tmp_path, optimizer):
     """What is loaded is what was saved, bit for bit, whoever saved it."""
