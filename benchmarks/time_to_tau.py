@@ -1,15 +1,16 @@
 """What a drafter is worth after the same training time: ours against a plain loop around SpecForge's model.
 
-    .venv/bin/python benchmarks/time_to_tau.py demo/cache demo/target [SECONDS]     # behind `make demo`
+    .venv/bin/python benchmarks/time_to_tau.py demo/cache demo/target     # behind `make demo`
 
-Both train the demo's drafter shape on the demo's cache for SECONDS (default 300; start-up is not counted),
+Both train the demo's drafter shape on the demo's cache for --seconds (default 300; start-up is not counted),
 one after the other, from the same weights, with the same optimizer (Muon for matrices, AdamW for the rest,
 peak rate 2e-3, clip 1.0, warm-up and cosine over the time), under bfloat16 autocast with float32 weights.
 
 - ours: everything that the demo uses: packed micro-batches of 4,400 tokens, 0.38 anchors a supervised token,
   gamma 1.5, 8,192 drawn tokens that compete with the labels. It is trained for a third of the time too.
 - SpecForge 0.2.0: `OnlineDFlashModel` with `sdpa`, its loss and its anchors as they are by default (up to 512
-  a sequence, no decay), batches of 8 random samples, padded to the longest.
+  a sequence, no decay), batches of 4 random samples, padded to the longest (its
+  default is 1; with 8 the logits alone take gigabytes here).
 
 Both are saved in the z-lab layout and decode the demo's held-out prompts by the same decoder. `gain` is
 (walk_ours - 1) / (walk_specforge - 1). `time_ratio` is the smallest measured share of the time (1/3 or 1) in
@@ -18,6 +19,7 @@ which ours reaches SpecForge's walk; null if it does not.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -46,7 +48,7 @@ from dflash.train.optim import build_optimizer, lr_at, set_lr
 from dflash.train.run import Run
 from dflash.world import World
 
-SAMPLES = 8
+SAMPLES = 4
 """In a batch of SpecForge's."""
 
 
@@ -158,26 +160,34 @@ def _trained(arm: str, cache: Path, out: Path, seconds: float) -> None:
     subprocess.run(command, check=True)
 
 
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--seconds", type=float, default=300.0, help="Training time of each.")
+    parser.add_argument("--per-kind", type=int, default=8, help="Most held-out prompts of each kind.")
+    return parser.parse_args()
+
+
 def main() -> None:
     """Train three times, decode three times, print the JSON line."""
-    if sys.argv[1] == "--arm":
+    if sys.argv[1:2] == ["--arm"]:
         _, _, arm, cache, out, seconds = sys.argv
         done = {"ours": ours, "specforge": specforge}[arm](Path(cache), Path(out), float(seconds))
         print(f"{arm}, {float(seconds):.0f} s: {json.dumps(done)}", flush=True)
         return
-    cache, target = Path(sys.argv[1]), Path(sys.argv[2])
-    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 300.0
+    asked = _arguments()
     walks: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         plan = {
-            "third": ("ours", seconds / 3),
-            "ours": ("ours", seconds),
-            "specforge": ("specforge", seconds),
+            "third": ("ours", asked.seconds / 3),
+            "ours": ("ours", asked.seconds),
+            "specforge": ("specforge", asked.seconds),
         }
         for name, (arm, limit) in plan.items():
             out = Path(folder) / name
-            _trained(arm, cache, out, limit)
-            report = evaluate(eval_config(target, out))
+            _trained(arm, asked.cache, out, limit)
+            report = evaluate(replace(eval_config(asked.target, out), per_kind=asked.per_kind))
             walks[name] = report.total.walk_tau
             print(f"{name}\n{report.table()}", flush=True)
     print(json.dumps(result(walks)))

@@ -8,8 +8,13 @@ positions for all, which the printed losses show. Each arm is a process of its o
 noise of the machine falls on all. A ratio is the median over rounds of the peer's forward and backward time
 over ours in that round.
 
-`gemm_share`: time of the step's products with weights alone, replayed at the same shapes, over the step.
-`memory`: peak resident memory behind the inputs (weights, optimizer and all), ours over the peer's.
+- `gemm_share`: a step's forward and backward pass is recorded, and its products with weights (projections, MLP,
+  fc and lm_head, forward and backward; not those within attention) are done again one after another, on factors of
+  the same shapes, strides and dtypes. Their time over that of the step just before, median over three.
+- `memory_vs_...`: peak resident memory behind the inputs (weights, optimizer and all), ours over the peer's.
+
+On two quiet cores it takes about five minutes. On a busy machine set OMP_NUM_THREADS=1: threads that wait for
+each other at the end of every operation measure the scheduler.
 """
 
 from __future__ import annotations
@@ -84,20 +89,18 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
         first = arm.ask("step")
         print(f"{arm.name:<12} first loss {first['loss']:.3f}", flush=True)
     ours, *peers = arms
-    products = []
     for _ in range(rounds):
         for arm in arms:
             arm.rounds.append(arm.ask("step"))
-        products.append(ours.ask("products"))
     memory = {arm.name: arm.ask("memory")["bytes"] for arm in arms}
     print(f"\n2 x {tokens} tokens{'':<4} fwd+bwd s  optimizer s  tokens/s  peak MiB    fwd+bwd / ours")
     for arm in arms:
         rate = 2 * tokens / (arm.median("learn") + arm.median("update"))
         line = f"{arm.name:<19} {arm.median('learn'):>9.3f} {arm.median('update'):>12.3f} {rate:>9.0f}"
         print(f"{line} {memory[arm.name] / 2**20:>9.0f} {arm.over(ours):>13.2f}x")
+    products = [(ours.ask("step")["learn"], ours.ask("products")) for _ in range(3)]
     share, every = (
-        statistics.median(one[key] / step["learn"] for one, step in zip(products, ours.rounds, strict=True))
-        for key in ("weights", "all")
+        statistics.median(one[key] / learn for learn, one in products) for key in ("weights", "all")
     )
     print(f"products with weights {share:.0%} of our step, with attention's {every:.0%}")
     _print_parts(ours)
@@ -117,7 +120,7 @@ def _print_parts(ours: Arm) -> None:
 
 def main() -> None:
     """Print the tables and the JSON line."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     found = {tokens: measure(tokens, rounds) for tokens in SIZES}
     result = {f"vs_specforge_{tokens}": found[tokens]["specforge"] for tokens in SIZES}
     result["vs_speculators"] = min(found[tokens]["speculators"] for tokens in SIZES)

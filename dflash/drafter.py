@@ -288,7 +288,7 @@ class DrafterLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         self.recompute = False
-        """Whether training keeps the layer's inputs alone, and computes the rest again in the backward pass."""
+        """Whether training keeps the layer's inputs alone, and computes the rest again to learn from it."""
 
     def forward(self, *inputs: Any) -> Tensor:
         """As `compute`."""
