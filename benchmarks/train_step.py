@@ -8,9 +8,9 @@ positions for all, which the printed losses show. Each arm is a process of its o
 noise of the machine falls on all. A ratio is the median over rounds of the peer's forward and backward time
 over ours in that round.
 
-- `gemm_share`: a step's forward and backward pass is recorded, and its products with weights (projections, MLP,
-  fc and lm_head, forward and backward; not those within attention) are done again one after another, on factors of
-  the same shapes, strides and dtypes. Their time over that of the step just before, median over three.
+- `gemm_share`: a step's forward and backward pass is recorded, and its products with weights (projections,
+  MLP, fc and lm_head, forward and backward; not those within attention) are done again one after another, on
+  factors of the same shapes, strides and dtypes. Their time over that of the step just before, median of 3.
 - `memory_vs_...`: peak resident memory behind the inputs (weights, optimizer and all), ours over the peer's.
 
 On two quiet cores it takes about five minutes. On a busy machine set OMP_NUM_THREADS=1: threads that wait for
