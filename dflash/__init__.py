@@ -2,7 +2,8 @@
 
 The map, from the top down (each line imports only what stands below it):
 
-- `cli`, `commands`: the command line; `demo`: the whole job on a small real model
+- `cli`, `commands`: the command line; `demo`: the whole job on a small real model;
+  `recipe`: the whole job as a file describes it
 - `report`: one page about trainings
 - `evaluate`, `export`: what a drafter is worth; checkpoint layouts for other clients
 - `extract`, `train`, `decode`: stage 1, stage 2, and speculative decoding

@@ -21,6 +21,7 @@ from dflash.commands.export import export, import_command
 from dflash.commands.extract import extract
 from dflash.commands.regenerate import regenerate
 from dflash.commands.report import report
+from dflash.commands.run import run_command
 from dflash.commands.sample import sample
 from dflash.commands.train import train
 
@@ -32,6 +33,7 @@ def cli() -> None:
 
 
 _COMMANDS = (
+    run_command,
     regenerate,
     extract,
     sample,

@@ -6,9 +6,12 @@ import hashlib
 import json
 import os
 import stat
+import sys
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+
+from dflash.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,3 +111,31 @@ def _digest(file: Any, algorithm: str) -> str:
     while chunk := file.read(1 << 20):
         state.update(chunk)
     return state.hexdigest()
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    tables: dict[str, Any] = tomllib.loads(text)
+    return tables
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return parse_toml(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error

@@ -116,12 +116,10 @@ def _read_config(ctx: click.Context, _param: click.Parameter, value: Path | None
     """Take defaults from a TOML file; flags win over it. click ignores unknown keys, so they are checked."""
     if value is None:
         return
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    from dflash.files import parse_toml
+
     try:
-        given = tomllib.loads(value.read_text())
+        given = parse_toml(value.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"--config {value}: {error}") from error
     known = {str(param.name) for param in ctx.command.params} - {"config"}
