@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class Passing:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def note(self, number: int, _frame: object) -> None:
         """Remember a signal and hand it on."""
@@ -58,27 +59,25 @@ def execute(arguments: Sequence[str], *, lock: int | None, quiet: bool = False) 
     Args:
         arguments: The command line behind `dflash`.
         lock: File descriptor that the process inherits, if any.
-        quiet: Whether what it prints is kept without being shown; errors and progress always are.
+        quiet: Whether what it prints is kept without being shown at its end; errors and progress always are.
     """
     line = [sys.executable, "-m", "dflash.recipe.child", str(os.getpid()), *arguments]
-    output: list[str] = []
-    with _passed_on() as passing:
+    inherited = () if lock is None else (lock,)
+    # A file, not a pipe: where this process is killed, the stage can still print while it saves and ends.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed, _passed_on() as passing:
         # A session of its own: Ctrl-C would reach it from the terminal and from here, and two mean "at once".
-        inherited = () if lock is None else (lock,)
-        with subprocess.Popen(
-            line, stdout=subprocess.PIPE, text=True, pass_fds=inherited, start_new_session=True
-        ) as process:
+        with subprocess.Popen(line, stdout=printed, pass_fds=inherited, start_new_session=True) as process:
             passing.process = process
             if passing.number is not None:
                 process.send_signal(passing.number)
-            assert process.stdout is not None
-            for text in process.stdout:
-                output.append(text.rstrip("\n"))
-                if not quiet:
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
+            process.wait()
+        printed.seek(0)
+        text = printed.read()
+        if not quiet:
+            sys.stdout.write(text)
+            sys.stdout.flush()
         signalled = 0 if passing.number is None else 128 + passing.number
-        return Outcome(_code(process.returncode, signalled), output, signalled)
+        return Outcome(_code(process.returncode, signalled), text.splitlines(), signalled)
 
 
 def _code(code: int, signalled: int) -> int:

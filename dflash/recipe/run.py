@@ -216,10 +216,11 @@ class Pipeline:
 
         Its name is that of these settings and inputs, or it is where this very stage was begun.
         """
-        if job.stage.kind != "file" or decision.fresh or not job.out or not Path(job.out).exists():
+        answers = job.stage.kind == "file" and job.stage.by_digest and not decision.fresh
+        if not answers or not job.out or not Path(job.out).exists():
             return False
         begun = record is not None and not record.done and record.out == job.out
-        return (job.stage.by_digest and not job.named) or (begun and job.stage.by_digest)
+        return begun or not job.named
 
     def _make_room(self, job: Job, decision: Decision, record: Record | None) -> None:
         """What stands in the way goes aside; an untouched export of our own is replaced."""
@@ -228,14 +229,11 @@ class Pipeline:
         if "://" in job.out:
             raise ConfigError(f"{job.out} is to be made anew: remove it, or give another `out`")
         path = Path(job.out)
-        ours = record is not None and record.done and record.out == job.out
-        if (
-            job.stage.kind == "folder"
-            and ours
-            and output("folder", job.out, self.digests)[0] == record.output
-        ):
-            shutil.rmtree(path)
-            return
+        if job.stage.kind == "folder" and record and record.done and record.out == job.out:
+            found, _ = output("folder", job.out, self.digests)
+            if found == record.output:
+                shutil.rmtree(path)
+                return
         for there in (path, path.with_name(f"{path.name}.partial")):
             if there.exists() or there.is_symlink():
                 warn(f"what was there goes aside: {_moved_aside(there)}")

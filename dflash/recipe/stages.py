@@ -49,7 +49,9 @@ class Stage:
         return "{}" in self.place
 
 
-_EXTRACT_FREE = frozenset({"tokens_per_batch", "shard_mb", "max_bad", "max_divergence", "tp", "order", "force", "nproc"})
+_EXTRACT_FREE = frozenset(
+    {"tokens_per_batch", "shard_mb", "max_bad", "max_divergence", "tp", "order", "force", "nproc"}
+)
 _TRAIN_FREE = frozenset(
     {
         *(

@@ -179,9 +179,7 @@ def test_an_export_that_was_edited_is_kept_aside_and_an_untouched_one_is_replace
 
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
 @pytest.mark.parametrize("name", ORDER)
-def test_a_run_that_was_killed_goes_on_with_the_stage_it_was_in(
-    recipe: Path, name: str, moment: str
-) -> None:
+def test_a_run_that_was_killed_goes_on_with_the_stage_it_was_in(recipe: Path, name: str, moment: str) -> None:
     if (name, moment) == ("plan", "during"):
         moment = "after"
     commands = Commands(die=(name, moment))

@@ -68,7 +68,7 @@ def test_what_is_missing_says_where_to_give_it(tmp_path: Path, text: str, word: 
 
 
 def test_a_recipe_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no.toml cannot be read"):
+    with pytest.raises(ConfigError, match=r"no\.toml cannot be read"):
         read(tmp_path / "no.toml")
 
 
@@ -78,7 +78,11 @@ def test_overrides_win_over_the_file_and_start_here(tmp_path: Path, monkeypatch:
     sets = ("train.lr=1e-3", "extract.taps=1,8", "train.mix=sqrt", "run.data=mine.jsonl", "eval.plot=a.png")
     recipe = read(path, *sets, "train.keep-best=true", "extract.last_turn_only=true")
     params = {stage.name: resolved(recipe, stage) for stage in recipe.stages}
-    assert (params["train"]["lr"], params["train"]["mix"], params["train"]["keep_best"]) == (1e-3, "sqrt", True)
+    assert (params["train"]["lr"], params["train"]["mix"], params["train"]["keep_best"]) == (
+        1e-3,
+        "sqrt",
+        True,
+    )
     assert params["extract"]["taps"] == (1, 8)
     assert params["extract"]["last_turn_only"]
     assert recipe.run["data"] == [str(tmp_path / "mine.jsonl")]
@@ -88,7 +92,7 @@ def test_overrides_win_over_the_file_and_start_here(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("text", ["train.lr", "lr=3", "=", ".lr=3", "train.=3"])
 def test_an_override_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="TABLE.KEY=VALUE"):
+    with pytest.raises(ConfigError, match=r"TABLE\.KEY=VALUE"):
         read(write_place(tmp_path / "p"), text)
 
 
