@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash.files import digest_json
 from dflash.recipe.identity import FileDigests, identity
-from dflash.recipe.reading import Recipe, command_line, producer, resolved, values_of
+from dflash.recipe.reading import Recipe, at_default, command_line, producer, resolved, values_of
 from dflash.recipe.stages import Stage
 from dflash.recipe.state import Record
 
@@ -26,6 +26,8 @@ class Job:
     """By parameter, as they are given to the command."""
     settings: dict[str, Any]
     """By parameter, defaults included; no input, no output, nothing that is decided by `dflash run`."""
+    by_itself: frozenset[str]
+    """Settings that have their command's default."""
     inputs: dict[str, Any]
     """Identity by parameter; None where an input is not there, or not whole."""
     waits_for: tuple[str, ...]
@@ -89,8 +91,10 @@ def job_of(
         }
     )
     named = "out" in values and stage.kind != "text"
-    out = str(values["out"]) if named else _place(recipe, stage, settings, inputs)
-    return Job(stage, values, settings, inputs, waits, out, named)
+    by_itself = at_default(recipe, stage, params)
+    deciding = {key: v for key, v in settings.items() if key not in stage.free | stage.again | by_itself}
+    out = str(values["out"]) if named else _place(recipe, stage, deciding, inputs)
+    return Job(stage, values, settings, by_itself, inputs, waits, out, named)
 
 
 def _input(kind: str, value: Any, digests: FileDigests, source: str | None, pending: frozenset[str]) -> Any:
@@ -107,12 +111,12 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _place(recipe: Recipe, stage: Stage, settings: dict[str, Any], inputs: dict[str, Any]) -> str | None:
+def _place(recipe: Recipe, stage: Stage, deciding: dict[str, Any], inputs: dict[str, Any]) -> str | None:
+    """Where the output goes. Defaults are not part of its name, or a new flag would make everything anew."""
     name = stage.place
     if stage.by_digest:
         if None in inputs.values():
             return None
-        deciding = {key: v for key, v in settings.items() if key not in stage.free | stage.again}
         name = stage.place.format(digest_json([stage.name, deciding, inputs])[:10])
     return str(recipe.out.absolute() / name)
 
@@ -166,11 +170,11 @@ def _made_again(job: Job, damage: str | None) -> Decision:
 
 def changed(job: Job, record: Record) -> list[str]:
     """What decides the output and is not as it was; a few words each."""
-    free = job.stage.free
+    new = {key for key in job.by_itself if key not in record.settings}  # flags that a newer dflash has
     lines = [
-        f"{_key(job, key)}: was {_short(record.settings.get(key))}, now {_short(job.settings.get(key))}"
-        for key in sorted(job.settings.keys() | record.settings.keys())
-        if key not in free and record.settings.get(key) != job.settings.get(key)
+        f"{_key(job, key)}: was {_short(record.settings.get(key))}, now {_short(value)}"
+        for key, value in sorted(job.settings.items())
+        if key not in job.stage.free | new and record.settings.get(key) != value
     ]
     lines += [
         f"{_key(job, key)} has changed"

@@ -235,7 +235,21 @@ def resolved(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     standing_in = {key: "placeholder" for key in {*stage.inputs, "out"} if key in values}
     if any(param.name == "out" for param in command.params):
         standing_in["out"] = "placeholder"
-    line = command_line(command, values | standing_in, stage.table)
+    return _params(command, stage, values | standing_in)
+
+
+def at_default(recipe: Recipe, stage: Stage, params: Mapping[str, Any]) -> frozenset[str]:
+    """Those of a stage's resolved parameters that have the value that the command gives them by itself."""
+    command = recipe.commands[stage.command]
+    needed = {str(param.name): params[str(param.name)] for param in command.params if param.required}
+    plain = _params(
+        command, stage, {key: list(v) if isinstance(v, tuple) else v for key, v in needed.items()}
+    )
+    return frozenset(key for key, value in params.items() if key not in needed and plain[key] == value)
+
+
+def _params(command: click.Command, stage: Stage, values: Mapping[str, Any]) -> dict[str, Any]:
+    line = command_line(command, values, stage.table)
     try:
         with command.make_context(stage.command, line) as context:
             return dict(context.params)

@@ -301,3 +301,24 @@ def test_a_mistake_in_the_last_table_is_found_before_the_first_stage(recipe: Pat
     with pytest.raises(ConfigError, match=r"\[eval\] --dtype 'fp8'"):
         do(recipe, "eval.dtype=fp8", commands=commands)
     assert commands.ran == []
+
+
+def test_a_flag_that_a_newer_version_adds_makes_nothing_anew(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = cli.commands["extract"]
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "params", [p for p in command.params if p.name != "min_supervised"])
+        assert do(recipe)[0] == ORDER
+    assert do(recipe)[0] == []
+    assert do(recipe, "extract.min-supervised=4")[0][:2] == ["plan", "extract"]
+
+
+def test_a_default_that_a_newer_version_changes_is_a_changed_setting(done: Path) -> None:
+    path = done.parent / "out" / "run-state.json"
+    value = json.loads(path.read_text())
+    value["stages"]["eval"]["settings"]["max_new_tokens"] = 64
+    path.write_text(json.dumps(value))
+    ran, text = do(done)
+    assert ran == ["eval"]
+    assert "eval.max-new-tokens: was 64, now 128" in text
