@@ -251,7 +251,8 @@ def at_default(recipe: Recipe, stage: Stage, params: Mapping[str, Any]) -> froze
 def _params(command: click.Command, stage: Stage, values: Mapping[str, Any]) -> dict[str, Any]:
     line = command_line(command, values, stage.table)
     try:
-        with command.make_context(stage.command, line) as context:
+        # Without help: click would keep an option of that name in the command, not the one that `dflash` has.
+        with command.make_context(stage.command, line, help_option_names=[]) as context:
             return dict(context.params)
     except click.UsageError as error:
         raise ConfigError(f"[{stage.table}] {error.format_message()}") from error

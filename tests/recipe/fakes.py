@@ -72,7 +72,7 @@ class Commands:
             return Outcome(self._fail[name])
         if name == "repair":
             return Outcome(0, ["repaired"])
-        with cli.commands[command].make_context(command, rest) as context:
+        with cli.commands[command].make_context(command, rest, help_option_names=[]) as context:
             said = getattr(self, f"_{name}")(**context.params)
         self._kill(name, "after")
         return Outcome(0, said)

@@ -142,23 +142,21 @@ def test_what_training_keeps_when_it_is_resumed_is_what_decides_its_folder() -> 
     from dflash.train.settings import train_config
 
     stage = next(stage for stage in STAGES if stage.name == "train")
-    command = COMMANDS["train"]
-    with command.make_context("train", ["--cache=c", "--out=o", "--max-steps=3", "--follow"]) as context:
+    line = ["--cache=c", "--out=o", "--max-steps=3", "--follow", "--max-wait=9"]
+    with COMMANDS["train"].make_context("train", line, help_option_names=[]) as context:
         params = dict(context.params)
     settings = train_config(**params).settings()
-    other = {
-        "max_wait": 9.0,
-        "on_starved": "reweight",
-        "parallel": "fsdp",
-        "skip_corrupt": True,
-        "keep_best": True,
-        "nproc": 2,
-    }
-    for name in (stage.free | stage.again) - {"log"}:  # loggers are packages of their own
-        changed = params | {name: other.get(name, 7)}
-        if name == "on_starved":
-            changed["max_wait"] = 9.0
-        assert train_config(**changed).settings() == settings, name
+    words = {"on_starved": "reweight", "parallel": "fsdp", "max_steps": 5, "block_size": 10, "eval_every": 7}
+    words |= {"window_bytes": 1 << 30, "max_minutes": 5.0, "min_ready": 29, "max_ready": 91, "warmup": 0.05}
+    left = {"log", "cache", "out", "resume", "nproc", "follow", "keep", "dpace_alpha"}  # tested elsewhere
+    for name, value in params.items():
+        other = words.get(name, (not value) if isinstance(value, bool) else value)
+        if type(value) in (int, float) and name not in words:
+            other = value / 2 if isinstance(value, float) else value + 1
+        if name in left or other == value:
+            continue  # names of policies: each has companions of its own
+        same = train_config(**params | {name: other}).settings() == settings
+        assert same == (name in stage.free | stage.again), name
 
 
 def test_what_no_table_says_is_wired_from_the_run_and_from_earlier_stages(tmp_path: Path) -> None:
