@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dflash.drafter import Drafter
-from dflash.errors import CheckpointError, ConfigError, DflashError
+from dflash.errors import ConfigError, DflashError
 from dflash.export.card import model_card
 from dflash.export.facts import Verifier
 from dflash.export.folder import common_dtype, renamed, write_folder
@@ -18,7 +18,7 @@ from dflash.export.take import Taken, read_drafter, target_shape
 from dflash.files import json_bytes
 from dflash.pretrained import CONFIG_NAME, check_tensors
 from dflash.target_files import load_config
-from dflash.train.checkpoint import best_checkpoint, latest_checkpoint
+from dflash.train.checkpoint import resolve_drafter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -58,7 +58,7 @@ def export_drafter(config: ExportConfig) -> Taken:
         ConfigError: `out` exists, or the layout cannot hold this drafter.
         TargetError: the target cannot be found.
     """
-    folder = checkpoint_of(config.source)
+    folder = resolve_drafter(config.source)
     history = history_of(folder)
     taken = read_drafter(folder, config.target)
     target = config.target or history.target or taken.target
@@ -92,20 +92,6 @@ def _write(
     config = layout.write_config(taken.config, dtype, verifier)
     tensors = {name: t.to(dtype) for name, t in renamed(taken.tensors, layout.RENAMED).items()}
     write_folder(out, tensors, {CONFIG_NAME: json_bytes(config), **files})
-
-
-def checkpoint_of(path: Path) -> Path:
-    """The folder to read: `path`, or of the run at `path` the best checkpoint, else the newest whole one.
-
-    Raises:
-        CheckpointError: there is neither.
-    """
-    if (path / CONFIG_NAME).exists():
-        return path
-    found = best_checkpoint(path) or latest_checkpoint(path)
-    if found is None:
-        raise CheckpointError(f"{path} is neither a drafter folder nor a run with a checkpoint")
-    return found
 
 
 def _verifier(config: ExportConfig, name: str | None, taken: Taken) -> Verifier | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from dflash.export.folder import renamed
 from dflash.export.layouts import LAYOUTS
 from dflash.export.take import import_drafter, read_drafter
 from dflash.pretrained import load_drafter
+from dflash.train.initial import initial_drafter
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,15 @@ def test_other_peoples_checkpoints_give_the_same_network(tmp_path, target, layou
         assert getattr(loaded.config, name) == getattr(NETWORK, name), name
     for name, tensor in weights(NETWORK).items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", FOREIGN)
+def test_training_goes_on_from_what_was_imported(tmp_path, target, layout):
+    import_drafter(foreign(tmp_path / "theirs", layout), tmp_path / "ours", target)
+    drafter = initial_drafter(replace(NETWORK, block_size=8), 0, tmp_path / "ours")
+    assert drafter.config.block_size == 8
+    for name, tensor in weights(NETWORK).items():
+        assert torch.equal(drafter.state_dict()[name], tensor.float()), name
 
 
 @pytest.mark.parametrize("layout", ["speculators", "transformers"])

@@ -14,9 +14,9 @@ from dflash.decode.config import Generation
 from dflash.demo.run import corpus_file
 from dflash.drafter import Drafter
 from dflash.evaluate.pair import open_pair
+from dflash.export.give import ExportConfig, export_drafter
 from dflash.extract.prompts import load_prompts
 from dflash.target import Target
-from dflash.train.checkpoint import resolve_drafter
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line a request would hide the figures
 PROMPTS = 20
@@ -46,11 +46,13 @@ def _prompts(tokenizer: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def demo() -> Demo:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    """The drafter is the one that `dflash export --to zlab` takes from the run."""
     folder = Path(os.environ.get("DFLASH_DEMO", ROOT / "demo"))
     if not (folder / "result.json").exists():
         pytest.fail(f"{folder} holds no finished demo; run `make demo`, or `make serving-test`, which does")
-    drafter_folder = resolve_drafter(folder / "run")
+    drafter_folder = tmp_path_factory.mktemp("demo") / "zlab"
+    export_drafter(ExportConfig(folder / "run", drafter_folder, "zlab"))
     target, drafter, tokenizer = open_pair(str(folder / "target"), drafter_folder, dtype="float32")
     return Demo(folder / "target", drafter_folder, target, drafter, _prompts(tokenizer))
 
