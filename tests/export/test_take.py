@@ -26,6 +26,7 @@ from dflash.errors import CheckpointError
 from dflash.export.folder import renamed
 from dflash.export.layouts import LAYOUTS
 from dflash.export.take import import_drafter, read_drafter
+from dflash.head import HeadFacts
 from dflash.pretrained import load_drafter
 from dflash.train.initial import initial_drafter
 
@@ -69,7 +70,7 @@ def test_other_peoples_checkpoints_give_the_same_network(tmp_path, target, layou
 @pytest.mark.parametrize("layout", FOREIGN)
 def test_training_goes_on_from_what_was_imported(tmp_path, target, layout):
     import_drafter(foreign(tmp_path / "theirs", layout), tmp_path / "ours", target)
-    drafter = initial_drafter(replace(NETWORK, block_size=8), 0, tmp_path / "ours")
+    drafter = initial_drafter(replace(NETWORK, block_size=8), HeadFacts(), 0, tmp_path / "ours")
     assert drafter.config.block_size == 8
     for name, tensor in weights(NETWORK).items():
         assert torch.equal(drafter.state_dict()[name], tensor.float()), name
