@@ -34,13 +34,15 @@ def possible_rows(
     contiguous[1:] = offset[:-1] + nbytes[:-1] == offset[1:]
     contiguous[first] = offset[first] == DATA_START
     low, high = extent_bounds(identity, length.astype(np.int64))
-    alignment = 1 if identity.codec == "raw" else ALIGNMENT
+    sound = (nbytes >= low) & (nbytes <= high) if low is not high else nbytes == low
+    if identity.codec != "raw":
+        sound &= nbytes % ALIGNMENT == 0
     return {
         "bucket": column["bucket"] == edge,
         "row": column["row"] == np.arange(len(length)) - np.repeat(first, samples),
         "length": (length <= edge) & (length > edges[bucket]),
         "supervised": (column["supervised"] >= 0) & (column["supervised"] <= length),
-        "nbytes": (nbytes >= low) & (nbytes <= high) & (nbytes % alignment == 0),
+        "nbytes": sound,
         "offset": contiguous,
     }
 
@@ -49,11 +51,11 @@ def extent_bounds(
     identity: Identity, tokens: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Least and most bytes of the extents of samples of so many tokens."""
-    rows = tokens * len(identity.taps)
-    values = rows * identity.hidden_size
     if identity.codec == "raw":
         size = tokens * identity.bytes_per_token
         return size, size
+    rows = tokens * len(identity.taps)
+    values = rows * identity.hidden_size
     if identity.codec == "fp8":
         size = aligned(values + 2 * rows)
         return size, size
