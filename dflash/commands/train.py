@@ -84,6 +84,7 @@ from dflash.commands.common import CACHE, PATH, config_option, nproc_option, opt
         is_flag=True,
         help="Compute layers again in the backward pass: less memory, a third more work.",
     ),
+    click.option("--compile", is_flag=True, help="Norms, projections and MLPs through torch.compile."),
     click.option("--follow", is_flag=True, help="Begin while the cache is still being extracted."),
     click.option(
         "--max-wait",

@@ -59,6 +59,8 @@ class TrainConfig:
     """With several ranks: `ddp` (everything on each) or `fsdp` (split among them)."""
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping what it computed: less memory."""
+    compile: bool = False
+    """Norms, projections and MLPs through torch.compile."""
     max_minutes: float | None = None
     """Stop with a checkpoint behind the step in which so many minutes are over; None for never."""
     max_bad_steps: int = 10

@@ -35,6 +35,7 @@ from dflash.train.checkpoint import (
     save_checkpoint,
     snapshot,
 )
+from dflash.train.compiled import shape_layers
 from dflash.train.config import PRECISIONS, TrainConfig, check_same
 from dflash.train.dashboard import Dashboard
 from dflash.train.evaluation import Best, Evaluator
@@ -47,7 +48,7 @@ from dflash.train.loggers import open_loggers
 from dflash.train.network import drafter_config
 from dflash.train.objective import DraftingLoss, LossSums
 from dflash.train.optim import build_optimizer, lr_at, set_lr
-from dflash.train.parallel import exchanging, gathered, over_ranks, recompute_layers, whole
+from dflash.train.parallel import exchanging, gathered, over_ranks, whole
 from dflash.train.ready import ready_limits
 from dflash.train.record import RunLog, step_figures
 from dflash.train.sampler import Corpus, Sampler
@@ -90,10 +91,9 @@ class Run:
         sampled, kd = config.objective.sampled_softmax, config.objective.loss == "kd"
         self.blocks = BlockPlan(config.anchors, shape, sampled, config.skip_corrupt, kd)
         self.drafter = initial_drafter(network, head.facts, config.seed, config.init_from).to(self.device)
-        recompute_layers(self.drafter, wanted=config.activation_checkpointing)
-        head = head.to(self.device, PRECISIONS[config.precision])
+        shape_layers(self.drafter, config)
+        self.head = head = head.to(self.device, PRECISIONS[config.precision])
         loss = DraftingLoss(self.drafter, head, config.objective, len(identity.bucket_edges))
-        self.head = head
         self.evaluator = self._evaluator(held_out_reader)
         self.best = Best()
         self.module = over_ranks(loss, world, config.parallel)

@@ -65,6 +65,7 @@ def train_config(*, cache: Path, out: Path, **flags: Any) -> TrainConfig:
         resume=f["resume"],
         parallel=f["parallel"],
         activation_checkpointing=f["activation_checkpointing"],
+        compile=f["compile"],
         max_minutes=f["max_minutes"],
         max_bad_steps=f["max_bad_steps"],
         skip_corrupt=f["skip_corrupt"],
