@@ -31,4 +31,4 @@ def compile_layers(drafter: Drafter, backend: str = "inductor") -> None:
         for name in ("key_value", "query_key_value"):
             compiled = torch.compile(getattr(attention, name), backend=backend, dynamic=True)
             setattr(attention, name, compiled)
-        layer.mlp.compile(backend=backend, dynamic=True)  # type: ignore[operator,union-attr]
+        layer.mlp.compile(backend=backend, dynamic=True)  # type: ignore[union-attr]
