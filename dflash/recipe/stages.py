@@ -64,7 +64,7 @@ _TRAIN_FREE = frozenset(
             "skip_corrupt",
             "parallel",
         ),
-        *("max_wait", "on_starved", "window_bytes", "nproc", "activation_checkpointing"),
+        *("max_wait", "on_starved", "window_bytes", "nproc", "activation_checkpointing", "compile"),
     }
 )
 _ASKING = frozenset({"server", "concurrency", "retries", "timeout", "rate_limit", "batch_size"})

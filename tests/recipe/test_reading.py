@@ -156,7 +156,10 @@ def test_what_training_keeps_when_it_is_resumed_is_what_decides_its_folder() -> 
         if name in left or other == value:
             continue  # names of policies: each has companions of its own
         same = train_config(**params | {name: other}).settings() == settings
-        assert same == (name in stage.free | stage.again), name
+        word = "is not" if same else "is"
+        assert same == (name in stage.free | stage.again), (
+            f"{name} {word} in TrainConfig.settings(): set _TRAIN_FREE in dflash/recipe/stages.py accordingly"
+        )
 
 
 def test_what_no_table_says_is_wired_from_the_run_and_from_earlier_stages(tmp_path: Path) -> None:
