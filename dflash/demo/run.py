@@ -60,7 +60,7 @@ def train_config(cache: Path, run: Path) -> TrainConfig:
         sampler=SamplerConfig(tokens_per_batch=4400, batches_per_step=1),
         optim=OptimConfig("muon", lr=2e-3),
         epochs=None,
-        max_steps=210,
+        max_steps=300,
         resume=True,
     )
 
