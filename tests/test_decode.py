@@ -212,7 +212,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 
 def test_rejection_sampling_keeps_the_targets_distribution():
     generator = torch.Generator().manual_seed(0)
-    tokens, trials = 5, 4000
+    tokens, trials = 5, 100_000
     wanted = torch.softmax(torch.randn(3, tokens, generator=generator), -1)
     proposed = torch.softmax(1.5 * torch.randn(2, tokens, generator=generator), -1)
     counts = torch.zeros(3, tokens)

@@ -169,7 +169,7 @@ class _Workers:
     def __exit__(self, *_exception: object) -> None:
         for _ in self._threads:
             self._tasks.put(None)
-        self._server.close()
+        self._server.give_up()
         deadline = time.monotonic() + _PARTING_S
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))

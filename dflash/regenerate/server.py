@@ -83,12 +83,20 @@ class Server:
             # A server on this machine or in this network is not reached through a proxy of the environment.
             trust_env=False,
         )
-        self._limit, self._closing = RateLimit(config.rate_limit), threading.Event()
-        self.model = config.model or self._first_model()
+        self._limit, self._given_up = RateLimit(config.rate_limit), threading.Event()
+        try:
+            self.model = config.model or self._first_model()
+        except BaseException:
+            self.close()
+            raise
+
+    def give_up(self) -> None:
+        """Ask nothing any more: who waits to ask, or to ask again, fails."""
+        self._given_up.set()
 
     def close(self) -> None:
-        """Close its connections; who waits to ask again gives up."""
-        self._closing.set()
+        """Close its connections, once nobody asks."""
+        self.give_up()
         self._client.close()
 
     def answer(self, messages: list[Message]) -> Answer:
@@ -136,16 +144,19 @@ class Server:
         self, method: str, path: str, body: dict[str, Any] | None, check: Callable[[Any], None]
     ) -> Any:
         """The JSON of a whole answer, after as many attempts as it takes."""
+        outcome: Any = "the run is over"
         for attempt in range(self.config.retries + 1):
+            if self._given_up.is_set():
+                break
             self._limit.wait()
             outcome, delay = self._attempt(method, path, body, check)
             if not isinstance(outcome, str):
                 return outcome
-            if attempt == self.config.retries or self._stopping() or self._closing.is_set():
+            if attempt == self.config.retries or self._stopping():
                 break
             # Exponential back-off with full jitter, so that many clients do not come back at once.
             backoff = min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S) * random.uniform(0.5, 1.0)
-            self._closing.wait(max(delay, backoff))
+            self._given_up.wait(max(delay, backoff))
         raise RequestFailed(outcome)
 
     def _attempt(
