@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 _SCALE = 1 << 30
@@ -28,9 +29,14 @@ class Packing:
         """Most tokens that a step holds."""
         return self.slots * self.budget
 
+    @cached_property
+    def _rates(self) -> tuple[int, int]:
+        return round(self.linear * _SCALE), round(self.quadratic * _SCALE)
+
     def work(self, length: int) -> int:
         """Cost of a sample as an integer: sums are the same in any order and on any platform."""
-        return (round(self.linear * _SCALE) + round(self.quadratic * _SCALE) * length) * length
+        linear, quadratic = self._rates
+        return (linear + quadratic * length) * length
 
     def with_slots(self, slots: int) -> Packing:
         """The same for another number of micro-batches."""
