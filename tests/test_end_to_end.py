@@ -9,32 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from commandline import done, refused
 from support import write_target
 
 from dflash.cache.manifest import load_manifest, save_manifest
-from dflash.cli import cli
 from dflash.pretrained import load_drafter, write_drafter
 
 TRAIN = ("--layers", "1", "--block-size", "4", "--tokens-per-batch", "256", "--batches-per-step", "2")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
-
-
-def done(*arguments: object) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*arguments: object) -> str:
-    """A command that fails as users' mistakes do: exit code 2 and one line, which is returned."""
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error")]
-    return line
 
 
 def chats(path: Path, count: int) -> Path:

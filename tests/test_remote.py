@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from commandline import done, refused, run
 from safetensors.torch import load_file
 from support import write_cache, write_target
 from train.tiny_runs import LENGTHS
@@ -15,25 +15,6 @@ from train.tiny_runs import LENGTHS
 from dflash import store
 from dflash.cache.mirror import FOLDER_VARIABLE, local_folder
 from dflash.cache.reader import CacheReader
-from dflash.cli import cli
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
-
-
-def done(*arguments: object) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def refused(*arguments: object) -> str:
-    """A command that fails as users' mistakes do: exit code 2 and one line, which is returned."""
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error")]
-    return line
 
 
 @pytest.fixture(scope="module")

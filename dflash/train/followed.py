@@ -7,6 +7,7 @@ is but of which nothing has arrived ends the attempt (`Starved`); the caller wai
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ class Starved(Exception):  # noqa: N818 - no error: the answer to an attempt
         self.buckets = tuple(buckets)
 
 
-class FollowedQuota:
+class FollowedQuota(ABC):
     """Which bucket's item comes next; subclasses say what an item is.
 
     Args:
@@ -108,13 +109,13 @@ class FollowedQuota:
     def _positions(self) -> list[int]:
         return [pool.position for pool in self._pools]
 
+    @abstractmethod
     def _length(self, bucket: int) -> int | None:
         """Tokens of the bucket's next item, or None where it has not arrived."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _least(self, bucket: int) -> int:
         """Tokens that an item of this bucket has at least."""
-        raise NotImplementedError
 
     def _pick(self) -> int:
         if self._mix is None and sum(self._tokens) >= sum(self._weights):
