@@ -1,7 +1,7 @@
 """Linear layers for a handful of rows on a CPU, where decoding spends its time.
 
 A verification pass has a few rows, so it costs what reading the weights costs. The float32 kernels behind
-`F.linear` repack the weights for two rows or more, which takes several times longer than reading them;
+`F.linear` repack the weights for two rows or more, which takes longer than reading them;
 `(W @ x.T).T` is the same product without that.
 """
 
