@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash.errors import ConfigError
+from dflash.files import publish_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
 PROJECT = "dflash"
-ID_NAME = "wandb-id"
 
 
 class Logger(Protocol):
@@ -78,15 +78,12 @@ class Tracker:
     @classmethod
     def wandb(cls, run: Path, config: Mapping[str, Any]) -> Self:
         """A run at Weights & Biases, named after the folder; its id is kept in `RUN/wandb-id`."""
-        path = run / ID_NAME
-        if not path.exists():
-            path.write_text(secrets.token_hex(4))
         package = import_module("wandb")
         return cls(
             "wandb",
             package.init(
                 project=PROJECT,
-                id=path.read_text(),
+                id=_kept_id(run, "wandb"),
                 name=run.name,
                 dir=str(run),
                 config=dict(config),
@@ -96,9 +93,13 @@ class Tracker:
 
     @classmethod
     def trackio(cls, run: Path, config: Mapping[str, Any]) -> Self:
-        """A run in trackio's local store, named after the folder."""
+        """A run in trackio's local store, named after the folder and the id in `RUN/trackio-id`.
+
+        By its name alone trackio tells runs apart, and folders of other runs may be called the same.
+        """
         package = import_module("trackio")
-        settings = {"project": PROJECT, "name": run.name, "config": dict(config), "resume": "allow"}
+        name = f"{run.name}-{_kept_id(run, 'trackio')}"
+        settings = {"project": PROJECT, "name": name, "config": dict(config), "resume": "allow"}
         return cls("trackio", package.init(**settings))
 
     def log(self, step: int, figures: dict[str, float]) -> None:
@@ -108,6 +109,14 @@ class Tracker:
     def close(self) -> None:
         """End the run."""
         self._run.finish()
+
+
+def _kept_id(run: Path, logger: str) -> str:
+    """What a run is called at a logger, the same at every start."""
+    path = run / f"{logger}-id"
+    if not path.exists():
+        publish_bytes(path, secrets.token_hex(4).encode())
+    return path.read_text()
 
 
 def check_loggers(names: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ def test_all_loggers_get_what_metrics_jsonl_holds_under_the_same_names(cache, tm
         assert run.logged == expected
         assert run.closed
         assert run.settings["project"] == "dflash"
-        assert run.settings["name"] == "run"
+        assert run.settings["name"].startswith("run")
         assert run.settings["resume"] == "allow"
         assert run.settings["config"]["optim"]["lr"] == 1e-3
     (writer,) = packages["tensorboard"]
@@ -101,9 +101,18 @@ def test_a_resumed_run_goes_on_in_the_same_curves(cache, tmp_path, packages) -> 
     config = tiny_config(cache, tmp_path / "run", max_steps=3, log=LOGGERS)
     train(config, World())
     train(replace(config, resume=True), World())
-    first, second = packages["wandb"]
-    assert first.settings["id"] == second.settings["id"]
+    for name, key in (("wandb", "id"), ("trackio", "name")):
+        first, second = packages[name]
+        assert first.settings[key] == second.settings[key]
     assert [writer.settings["purge_step"] for writer in packages["tensorboard"]] == [1, 4]
+
+
+def test_runs_whose_folders_have_one_name_are_kept_apart(cache, tmp_path, packages) -> None:
+    for parent in ("monday", "tuesday"):
+        train(tiny_config(cache, tmp_path / parent / "run", max_steps=1, log=LOGGERS), World())
+    for name, key in (("wandb", "id"), ("trackio", "name"), ("tensorboard", "folder")):
+        first, second = packages[name]
+        assert first.settings[key] != second.settings[key]
 
 
 def test_a_logger_that_fails_is_left_out_and_the_run_goes_on(cache, tmp_path, packages, capsys) -> None:
