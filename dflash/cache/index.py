@@ -8,7 +8,7 @@ depend on how many writers there were. The columns are specified in docs/cache-f
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,6 +111,17 @@ class CacheIndex:
         offsets = self.stored.offsets[places]
         nbytes = self._ends(places, shards) - offsets
         return Extents(shards, shard_rows, offsets, self.stored.crcs[places], nbytes)
+
+    def select(self, rows: NDArray[np.int64]) -> CacheIndex:
+        """These rows alone, ascending, with a digest of their own."""
+        return replace(
+            self,
+            ids=self.ids[rows],
+            buckets=self.buckets[rows],
+            lengths=self.lengths[rows],
+            supervised=self.supervised[rows],
+            stored=replace(self.stored, places=self.stored.places[rows]),
+        )
 
     def _ends(self, places: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.int64]:
         """Byte behind each extent: where the next one of its shard begins, or the shard's last one ends."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,14 +21,6 @@ def subset(reader: CacheReader, rows: NDArray[np.int64]) -> CacheReader:
         reader: The whole cache.
         rows: Rows of its index, ascending.
     """
-    index = reader.index
     view = copy.copy(reader)
-    view.index = replace(
-        index,
-        ids=index.ids[rows],
-        buckets=index.buckets[rows],
-        lengths=index.lengths[rows],
-        supervised=index.supervised[rows],
-        stored=replace(index.stored, places=index.stored.places[rows]),
-    )
+    view.index = reader.index.select(rows)
     return view

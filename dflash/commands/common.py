@@ -173,6 +173,9 @@ trust_option = click.option(
 nproc_option = click.option(
     "--nproc", type=click.IntRange(min=1), help="Processes on this machine.  [default: one a GPU]"
 )
+holdout_option = click.option(
+    "--holdout", default=0.02, show_default=True, help="Share of the samples never trained on."
+)
 
 target_option = click.option(
     "--target", required=True, help="Folder, GGUF file or hub name of the target model."

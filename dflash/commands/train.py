@@ -6,7 +6,15 @@ from typing import Any
 
 import click
 
-from dflash.commands.common import CACHE, PATH, config_option, nproc_option, options, started_ranks
+from dflash.commands.common import (
+    CACHE,
+    PATH,
+    config_option,
+    holdout_option,
+    nproc_option,
+    options,
+    started_ranks,
+)
 
 
 @click.command()
@@ -64,7 +72,7 @@ from dflash.commands.common import CACHE, PATH, config_option, nproc_option, opt
     click.option("--precision", default="bfloat16", show_default=True, help="bfloat16 or float32 compute."),
     click.option("--save-every", default=500, show_default=True, help="Steps between checkpoints."),
     click.option("--keep", default=3, show_default=True, help="Checkpoints kept."),
-    click.option("--holdout", default=0.02, show_default=True, help="Share of the samples never trained on."),
+    holdout_option,
     click.option("--eval-every", type=int, help="Steps between held-out walks.  [default: --save-every]"),
     click.option("--eval-samples", default=512, show_default=True, help="Most samples of a held-out walk."),
     click.option("--keep-best", is_flag=True, help="Keep the checkpoint with the best held-out walk too."),

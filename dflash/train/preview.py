@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from dflash.cache.index import load_index
+from dflash.cache.index import CacheIndex, load_index
 from dflash.cache.manifest import Manifest, load_manifest
 from dflash.cache.speeds import load_speeds
 from dflash.errors import CacheError, ConfigError
 from dflash.train.compare import FloatArray, MixFigures, Spread, Trace, figures, simulate
+from dflash.train.holdout import HoldoutConfig, split
 from dflash.train.mix import bucket_weights, epoch_passes
 from dflash.train.mixplot import Panel, check_plot, plot_mix
 from dflash.train.producer import arrange, thin
@@ -27,6 +28,8 @@ class PreviewConfig:
     cache: Path
     settings: tuple[str, ...] = DEFAULT_TEXTS
     """Each as `parse_variant` reads it."""
+    holdout: HoldoutConfig = field(default_factory=HoldoutConfig)
+    """What training leaves out."""
     ranks: int = 8
     draws: int = 2000
     """Micro-batches to simulate for each setting."""
@@ -125,7 +128,8 @@ def preview(config: PreviewConfig) -> Preview:
     if config.plot is not None:
         check_plot(config.plot)
     manifest = load_manifest(config.cache)
-    corpus = open_corpus(config.cache, manifest)
+    whole = open_index(config.cache, manifest)
+    corpus = trained_corpus(whole, manifest, config.holdout)
     losses = None if config.losses is None else bucket_losses(config.losses, corpus.bucket_edges)
     speeds = load_speeds(config.cache, corpus.bucket_edges)
     rows, panels, passes = [], [], []
@@ -137,11 +141,12 @@ def preview(config: PreviewConfig) -> Preview:
         passes.append(_passes(variant, corpus))
     if config.plot is not None:
         plot_mix(config.plot, panels, corpus.bucket_edges)
-    return Preview(_header(config, manifest, corpus, speeds), corpus.bucket_edges, tuple(rows), tuple(passes))
+    header = _header(config, manifest, corpus, len(whole), speeds)
+    return Preview(header, corpus.bucket_edges, tuple(rows), tuple(passes))
 
 
-def open_corpus(cache: Path, manifest: Manifest) -> Corpus:
-    """The samples of a cache as the sampler sees them; only the index is read.
+def open_index(cache: Path, manifest: Manifest) -> CacheIndex:
+    """The samples of a cache, which may be incomplete, but not empty.
 
     Raises:
         CacheError: the cache holds no samples yet.
@@ -150,6 +155,16 @@ def open_corpus(cache: Path, manifest: Manifest) -> Corpus:
     index = load_index(cache, manifest)
     if not len(index):
         raise CacheError(f"{cache} holds no samples yet; run `dflash extract` first")
+    return index
+
+
+def trained_corpus(whole: CacheIndex, manifest: Manifest, holdout: HoldoutConfig) -> Corpus:
+    """The samples that a training with this share held out would draw, as its sampler sees them.
+
+    Raises:
+        ConfigError: nothing is left to train on.
+    """
+    index = whole.select(split(whole.ids, holdout)[0])
     return Corpus(index.lengths, index.buckets, manifest.identity.bucket_edges, index.digest())
 
 
@@ -166,12 +181,15 @@ def _passes(variant: Variant, corpus: Corpus) -> tuple[float, ...]:
     return tuple(epoch_passes(weights, tokens, variant.config.epoch_size))
 
 
-def _header(config: PreviewConfig, manifest: Manifest, corpus: Corpus, speeds: list[float] | None) -> str:
+def _header(
+    config: PreviewConfig, manifest: Manifest, corpus: Corpus, samples: int, speeds: list[float] | None
+) -> str:
+    out = f" ({samples - len(corpus):,} held out)" if config.holdout.share else ""
     state = "" if manifest.complete else " so far (INCOMPLETE: what will come is not counted)"
     model = "speeds as extracted" if speeds else "speeds by the cost model"
     producer = f"{config.producer}, {model}" if config.producer == "mixed" else config.producer
     return (
-        f"{config.cache}: {len(corpus):,} samples, {sum(corpus.tokens_by_bucket):,} tokens{state}; "
+        f"{config.cache}: {len(corpus):,} samples{out}, {sum(corpus.tokens_by_bucket):,} tokens{state}; "
         f"{config.draws:,} draws on {config.ranks} ranks, arrival: {producer}"
     )
 

@@ -58,7 +58,7 @@ class Corpus:
                 f"{len(self.lengths):,} lengths but {len(self.buckets):,} buckets: one of each per sample"
             )
         if not len(self.lengths):
-            raise ConfigError("the cache holds no samples, so there is nothing to draw; extract some first")
+            raise ConfigError("there are no samples to draw; extract some, or give a smaller --holdout")
         if (least := int(self.lengths.min())) < 1:
             raise ConfigError(f"row {int(self.lengths.argmin())} has {least} tokens; a sample has at least 1")
         low, high = int(self.buckets.min()), int(self.buckets.max())

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import islice
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from support import write_cache
+from tiny_runs import tiny_config
 
+from dflash.cache.manifest import load_manifest
 from dflash.cli import cli
 from dflash.provenance import RECORD_NAME
+from dflash.train.compare import figures, trace
+from dflash.train.holdout import HoldoutConfig
+from dflash.train.preview import open_index, trained_corpus
+from dflash.train.run import Run
 from dflash.train.runs import METRICS_NAME
+from dflash.train.sampler import Corpus, Sampler, SamplerConfig
+from dflash.train.variants import parse_variant
+from dflash.world import World
 
 LENGTHS = [20, 40, 60, 10, 30, 12, 50, 8, 33, 21] * 4
 SMALL = "tokens-per-batch=64,batches-per-step=2"
@@ -70,6 +81,44 @@ def test_how_often_an_epoch_repeats_each_bucket_is_counted(cache) -> None:
     assert "C  16: " not in output
 
 
+def drawn_by_training(cache, out, share: float, config: SamplerConfig, steps: int) -> tuple[Corpus, list]:
+    """What a training knows of the samples, and the rows of its first steps, by micro-batch."""
+    settings = tiny_config(cache, out, holdout=HoldoutConfig(share), sampler=config)
+    run = Run.open(settings, World())
+    drawn = [[[draw.row for draw in batch] for batch in step.batches] for step in islice(run.sampler, steps)]
+    return run.corpus, drawn
+
+
+@pytest.mark.parametrize("compose", ["mixed", "bucketed"])
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.35])
+def test_the_plan_is_what_training_draws(cache, tmp_path, share, seed, compose) -> None:
+    text = f"{SMALL},compose={compose},seed={seed},min-ready=1,max-ready=4"
+    config = parse_variant(text).config
+    corpus, drawn = drawn_by_training(cache, tmp_path / "run", share, config, 30)
+    manifest = load_manifest(cache)
+    planned = Sampler(trained_corpus(open_index(cache, manifest), manifest, HoldoutConfig(share)), config)
+    assert [[[draw.row for draw in batch] for batch in step.batches] for step in islice(planned, 30)] == drawn
+    flags = ["--settings", text, "--holdout", share, "--ranks", 2, "--draws", 60, "--json"]
+    report = json.loads(sample(cache, *flags).stdout)
+    expected = figures(trace(drawn, corpus, config.packing, 2), np.array(planned.quota)).to_json()
+    shown = {name: report["rows"][0][name] for name in expected}
+    assert shown == json.loads(json.dumps(expected))
+    held_out = f" ({40 - len(corpus)} held out)" if share else ""
+    assert f"{len(corpus)} samples{held_out}, {corpus.lengths.sum():,} tokens" in report["header"]
+
+
+def test_as_much_is_held_out_as_in_training_unless_told_otherwise(cache) -> None:
+    defaults = {
+        name: parameter.default
+        for name in ("sample", "train")
+        for parameter in cli.commands[name].params
+        if parameter.name == "holdout"
+    }
+    assert defaults == {"sample": 0.02, "train": 0.02}
+    assert small(cache).stdout == small(cache, "--holdout", 0.02).stdout
+
+
 def test_losses_by_bucket_predict_a_roughness(cache, tmp_path) -> None:
     write_run(tmp_path / "run", [1.0, None, 3.0], [16, 32, 64])
     mixed, queue = json.loads(small(cache, "--losses", tmp_path / "run", "--json").output)["rows"]
@@ -102,6 +151,8 @@ def test_the_picture_is_written_in_the_format_of_its_name(cache, tmp_path, name:
         ),
         (["--ranks", "3"], ["--batches-per-step 8", "3 ranks"]),
         (["--ranks", "9", "--draws", "8"], ["--ranks 9", "--draws 8"]),
+        (["--holdout", "1"], ["--holdout 1.0", "[0, 1)"]),
+        (["--holdout", "0.999"], ["no samples to draw", "smaller --holdout"]),
         (["--producer", "fastest"], ["--producer fastest"]),
         (["--plot", "mix.pdf"], ["mix.pdf", ".png"]),
         (["--plot", "no/such/folder.png"], ["no/such"]),
