@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from torch import distributed as torch_dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # re-exported silently
 from torch.distributed.rendezvous import rendezvous
 
-from dflash.errors import EXIT_RANK_FAILED, ConfigError
+from dflash.errors import EXIT_RANK_FAILED, ConfigError, RankFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from dflash.world import World
 
 TIMEOUT = timedelta(minutes=10)
+_POLL_S = 0.01
 
 
 def default_nproc() -> int:
@@ -40,6 +43,9 @@ def process_group(world: World) -> Iterator[None]:
     """Join the other processes for the length of the block: NCCL between GPUs, gloo between CPUs.
 
     Does nothing for a world of one, or when the caller has joined already.
+
+    Raises:
+        RankFailed: the others cannot be found.
     """
     device = device_of(world)
     if device.type == "cuda":
@@ -47,8 +53,7 @@ def process_group(world: World) -> Iterator[None]:
     if world.size == 1 or torch_dist.is_initialized():
         yield
         return
-    bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    torch_dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, **bound)
+    _join(device, _met(world), world.rank, world.size)
     try:
         yield
     finally:
@@ -68,23 +73,59 @@ def replica_group(world: World, size: int) -> Iterator[Store]:
 
     Returns:
         The store that all ranks of all replicas share.
+
+    Raises:
+        RankFailed: the others cannot be found.
     """
     device = device_of(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT)))
-    torch_dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(f"replica{world.rank // size}", store),
-        rank=world.rank % size,
-        world_size=size,
-        timeout=TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
-    )
+    store = _met(world)
+    _join(device, PrefixStore(f"replica{world.rank // size}", store), world.rank % size, size)
     try:
         yield store
     finally:
         torch_dist.destroy_process_group()
+
+
+def _join(device: torch.device, store: Store, rank: int, size: int) -> None:
+    """Join a process group whose ranks share this store."""
+    bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    torch_dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, **bound)
+
+
+def _met(world: World) -> Store:
+    """A store that all ranks of this start share, and no others."""
+    try:
+        store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT)))
+        return fresh_store(store, world)
+    except torch_dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).strip().split("\n")[0]
+        raise RankFailed(f"rank {world.rank} has not met the others at {where} ({reason})") from error
+
+
+def fresh_store(store: Store, world: World) -> Store:
+    """A part of the store that holds nothing from earlier starts.
+
+    torchrun keeps its store when it starts the ranks again, with the addresses of processes that are gone and
+    the counters of the board. So the first rank chooses a name for each start, and tells it to whoever asks
+    with a word that nobody used before; it goes on until all ranks of its own start have come.
+    """
+    word = secrets.token_hex(8)
+    if not world.is_main:
+        store.set(f"dflash/asks/{world.rank}", word)
+        start = PrefixStore(store.get(f"dflash/start-for/{word}").decode(), store)
+        start.set(f"dflash/came/{world.rank}", "")
+        return start
+    start = PrefixStore(word, store)
+    for rank in range(1, world.size):
+        while not start.check([f"dflash/came/{rank}"]):
+            if store.check([f"dflash/asks/{rank}"]):  # perhaps one of an earlier start
+                store.set(f"dflash/start-for/{store.get(f'dflash/asks/{rank}').decode()}", word)
+            time.sleep(_POLL_S)
+    return start
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -58,3 +58,18 @@ def launched_by_torchrun(environ: Mapping[str, str] | None = None) -> bool:
     """Whether a launcher has already started this process as one of many."""
     env = os.environ if environ is None else environ
     return "WORLD_SIZE" in env and "RANK" in env
+
+
+def rejoin_warning(environ: Mapping[str, str] | None = None) -> str | None:
+    """What torchrun should have been told so that a machine that dies can come back; None if all is well.
+
+    The ranks cannot make up for it: the launchers themselves look for each other where they no longer are.
+    """
+    env = os.environ if environ is None else environ
+    several = int(env.get("GROUP_WORLD_SIZE", 1)) > 1 and int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    if not several or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        "a machine that dies cannot come back: torchrun was started without "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; set it on all machines before torchrun"
+    )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +16,7 @@ from torch import distributed as torch_dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dflash import dist
-from dflash.errors import ConfigError
+from dflash.errors import ConfigError, RankFailed
 from dflash.world import World
 
 
@@ -35,6 +39,38 @@ def test_a_group_that_the_caller_has_joined_is_left_open(tmp_path):
         assert torch_dist.is_initialized()
     finally:
         torch_dist.destroy_process_group()
+
+
+def meeting(store, rank: int, size: int, delay: float):
+    time.sleep(delay)
+    return dist.fresh_store(store, World(rank, size))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_start_of_the_ranks_has_a_store_to_itself(seed):
+    """Every start is given the same store by torchrun, and some ranks may have been ended before they met."""
+    shared, chance, size = torch_dist.HashStore(), random.Random(seed), 3
+    for start in range(3):
+        for rank in range(1, size):
+            if chance.random() < 0.5:
+                shared.set(f"dflash/asks/{rank}", f"rank {rank}, ended before start {start}")
+        delays = [chance.random() / 10 for _ in range(size)]
+        with ThreadPoolExecutor(size) as pool:
+            stores = list(pool.map(meeting, [shared] * size, range(size), [size] * size, delays))
+        assert not any(store.check(["note"]) for store in stores)
+        stores[start].set("note", str(start))
+        assert [store.get("note") for store in stores] == [str(start).encode()] * size
+
+
+def test_ranks_that_cannot_meet_say_where(monkeypatch):
+    server = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(dist, "TIMEOUT", timedelta(seconds=0.5))
+    expected = rf"^rank 1 has not met the others at 127\.0\.0\.1:{server.port} \(.*timeout"
+    with pytest.raises(RankFailed, match=expected), dist.process_group(World(1, 2)):
+        pass
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, 1), (1, 1), (8, 8)])

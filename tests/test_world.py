@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dflash.errors import ConfigError
-from dflash.world import World, launched_by_torchrun
+from dflash.world import World, launched_by_torchrun, rejoin_warning
 
 
 def test_without_a_launcher_there_is_one_process():
@@ -38,3 +38,28 @@ def test_a_rank_outside_the_world_is_refused(position):
 def test_a_variable_that_is_no_number_is_refused(name):
     with pytest.raises(ConfigError, match=r"must be integers.*'two'"):
         World.from_env({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | {name: "two"})
+
+
+REJOIN = {
+    "GROUP_WORLD_SIZE": "2",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({}, True),
+        ({"GROUP_WORLD_SIZE": "1"}, False),  # one machine
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),  # nothing is to be started again
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),  # the variable was set
+    ],
+)
+def test_several_machines_of_which_none_could_come_back_are_warned(changes, warned):
+    text = rejoin_warning(REJOIN | changes)
+    assert (text is not None and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text) == warned
+
+
+def test_without_a_launcher_there_is_nothing_to_warn_of():
+    assert rejoin_warning({}) is None

@@ -158,10 +158,15 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
 def started_ranks(nproc: int | None) -> bool:
     """Start one process a GPU (or `nproc`) with this command; False when this process should run it."""
     from dflash.dist import default_nproc, launch
-    from dflash.world import launched_by_torchrun
+    from dflash.progress import warn
+    from dflash.world import World, launched_by_torchrun, rejoin_warning
 
     wanted = default_nproc() if nproc is None else nproc
-    if launched_by_torchrun() or wanted == 1:
+    if launched_by_torchrun():
+        if World.from_env().is_main and (warning := rejoin_warning()) is not None:
+            warn(warning)
+        return False
+    if wanted == 1:
         return False
     launch(sys.argv[1:], wanted)
     return True

@@ -10,14 +10,13 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
 import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from dflash.board import Board
-from dflash.dist import device_of, max_over_ranks, process_group
+from dflash.dist import device_of, process_group
 from dflash.lifeline import Lifeline, lifeline
 from dflash.stopping import StopFlag, stop_signals
 from dflash.train.config import TrainConfig, TrainResult
@@ -92,9 +91,7 @@ def train(config: TrainConfig, world: World) -> TrainResult:
 def ranks(world: World) -> Iterator[Lifeline]:
     """Join the other ranks for the length of the block; the failure of one ends all at once."""
     with process_group(world):
-        # torchrun keeps its store over restarts, so what an earlier start left must not be taken for ours
-        start = secrets.randbits(48) if world.is_main else 0
-        board = Board(world, f"train-{max_over_ranks(start, device_of(world)):.0f}")
+        board = Board(world, "train")
         with board.telling_failure(), lifeline(board) as line:
             yield line
 

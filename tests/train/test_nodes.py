@@ -40,16 +40,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(command: list[str]) -> subprocess.Popen:
-    # as docs/training.md has it: a launcher that comes back counts its restarts from zero
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+COMING_BACK = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""What docs/training.md asks for where a machine may die and come back."""
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=environment,
+        env=os.environ | environment,
     )
 
 
@@ -123,6 +125,19 @@ def test_a_users_error_ends_the_command_with_its_text_alone(cache, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_torchrun_starts_the_ranks_of_a_machine_again_as_often_as_one_dies(cache, tmp_path):
+    """Without any variable; each death takes one restart, so two are enough for two of them."""
+    run, launcher = tmp_path / "run", ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    restarts = ["--max-restarts", "2", "--monitor-interval", "0.2"]
+    process = start([*launcher, *restarts, "-m", "dflash", *flags(cache, run), "--resume"])
+    for victim, step in ((1, 40), (0, 160)):
+        wait_for_step(process, run, step)
+        os.kill(sorted(children(process))[victim], signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert steps_of(run) == list(range(1, STEPS + 1))
+
+
 def node(cache, out, port: int, nodes: str = "2", *, host: bool = False) -> list[str]:
     conf = f"is_host={host},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     launcher = ["torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "5"]
@@ -138,11 +153,14 @@ def kill_node(process: subprocess.Popen) -> None:
     process.communicate()
 
 
-def test_two_nodes_train_together_from_a_folder_with_nothing_to_resume(cache, tmp_path):
+@pytest.mark.parametrize("given", [COMING_BACK, {}], ids=["variable", "none"])
+def test_two_nodes_train_together_from_a_folder_with_nothing_to_resume(cache, tmp_path, given):
     port = free_port()
-    nodes = [start(node(cache, tmp_path / "run", port, host=host)) for host in (True, False)]
+    nodes = [start(node(cache, tmp_path / "run", port, host=host), **given) for host in (True, False)]
     outputs = [process.communicate(timeout=240)[0] for process in nodes]
     assert [process.returncode for process in nodes] == [0, 0], outputs
+    warnings = [line for output in outputs for line in output.splitlines() if "Warning: a machine" in line]
+    assert len(warnings) == (0 if given else 1)  # the first rank's
     assert sum(f"{STEPS:,} steps" in output for output in outputs) == 1  # the first rank's
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["world_size"] == 2
@@ -151,13 +169,13 @@ def test_two_nodes_train_together_from_a_folder_with_nothing_to_resume(cache, tm
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_a_node_that_dies_and_comes_back_goes_on_from_the_last_checkpoint(cache, tmp_path, nodes):
     port, run = free_port(), tmp_path / "run"
-    first = start(node(cache, run, port, nodes, host=True))
+    first = start(node(cache, run, port, nodes, host=True), **COMING_BACK)
     time.sleep(1)
-    second = start(node(cache, run, port, nodes))
+    second = start(node(cache, run, port, nodes), **COMING_BACK)
     wait_for_step(first, run, 40)
     kill_node(second)
     died = int(checkpoints(run)[0].name[5:])
-    again = start(node(cache, run, port, nodes))
+    again = start(node(cache, run, port, nodes), **COMING_BACK)
     outputs = [process.communicate(timeout=240)[0] for process in (first, again)]
     assert [first.returncode, again.returncode] == [0, 0], outputs
     assert steps_of(run) == list(range(1, STEPS + 1))
