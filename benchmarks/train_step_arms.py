@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash.attention import attention_for
 from dflash.cache.writer import Sample
 from dflash.drafter import Drafter, DrafterConfig, init_weights
+from dflash.grouped import attention_for
 from dflash.head import HeadFacts, TargetHead
 from dflash.train.batches import BlockShape, Document, pack
 from dflash.train.memory import keep_memory

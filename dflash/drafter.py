@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dflash.attention import BlockAttention, BlockLayout, KeyValue, attention_for
+from dflash.attention import BlockAttention, BlockLayout, KeyValue
 from dflash.errors import ConfigError
+from dflash.grouped import attention_for
 from dflash.rowwise import by_hand, gated, rms_norm, rotate
 from dflash.taps import check_taps
 

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dflash.attention import (
-    GROUP_BLOCKS,
     BlockLayout,
     KeyValue,
-    attention_for,
     dense_attention,
     flex_block_attention,
-    grouped_attention,
     lone_attention,
     visible,
 )
+from dflash.grouped import TILE_BLOCKS, TILE_WIDTH, Tiles, attention_for, grouped_attention
 
 
 @dataclass
@@ -79,13 +77,13 @@ def sorted_unique(top: int, most: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, top), min_size=0, max_size=most, unique=True).map(sorted)
 
 
-LAYOUTS = st.lists(sorted_unique(25, 2 * GROUP_BLOCKS + 3), min_size=1, max_size=4).filter(any)
+LAYOUTS = st.lists(sorted_unique(80, 2 * TILE_BLOCKS[-1] + 3), min_size=1, max_size=4).filter(any)
 HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4), (6, 2)])
 
 
 @settings(max_examples=60, deadline=None)
 @given(LAYOUTS, HEADS, st.integers(1, 5), st.integers(0, 4), st.integers(0, 99))
-def test_groups_give_the_values_and_gradients_of_the_dense_oracle(anchors, heads, size, silent, seed):
+def test_tiles_give_the_values_and_gradients_of_the_dense_oracle(anchors, heads, size, silent, seed):
     case = make_case(anchors, size, *heads, seed=seed, asking=max(size - silent, 1))
     upstream = torch.randn(case.query.shape, generator=torch.Generator().manual_seed(seed + 1))
     results = []
@@ -147,16 +145,24 @@ def test_a_query_sees_its_document_before_its_anchor_and_its_own_block(anchors, 
     assert [set(row.nonzero()[:, 0].tolist()) for row in mask] == expected
 
 
-@given(LAYOUTS)
+@given(LAYOUTS, st.integers(1, 3), st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
-def test_groups_cover_every_block_once_in_order_and_stay_small(anchors):
+def test_tiles_hold_every_block_once_and_come_in_few_shapes(anchors, heads, size):
     layout = make_case(anchors).layout
-    covered = [block for group in layout.groups for block in range(group.first, group.last)]
-    assert covered == list(range(len(layout.context_start)))
-    for group in layout.groups:
-        assert group.last - group.first <= GROUP_BLOCKS
-        assert (layout.context_start[group.first : group.last] == group.start).all()
-        assert (layout.context_end[group.first : group.last] <= group.end).all()
+    tiles = Tiles.of(layout, heads, size)
+    blocks = len(layout.context_start)
+    assert tiles.order[tiles.places].tolist() == list(range(blocks * heads))
+    assert sorted([*tiles.places.tolist(), *tiles.fillers.tolist()]) == list(range(len(tiles.order)))
+    for tile in tiles.tiles:
+        of_tile = tiles.order[tile.first * heads : tile.last * heads].unflatten(0, (heads, -1))
+        assert (of_tile % heads == torch.arange(heads)[:, None]).all()
+        inside = of_tile[0] // heads
+        assert tile.last - tile.first == len(inside)
+        assert len(inside) in TILE_BLOCKS
+        assert (layout.context_start[inside] == tile.start).all()
+        assert layout.context_end[inside].max() == tile.end
+        assert tile.width % TILE_WIDTH == 0
+        assert 0 <= tile.width - (tile.end - tile.start) - size < TILE_WIDTH
 
 
 def test_no_blocks_at_all_pass_through():
@@ -164,6 +170,6 @@ def test_no_blocks_at_all_pass_through():
     assert case.run(grouped_attention).shape == (0, 3, 4, 8)
 
 
-def test_training_uses_groups_on_the_cpu_and_flex_attention_on_cuda():
+def test_training_uses_tiles_on_the_cpu_and_flex_attention_on_cuda():
     assert attention_for(torch.device("cpu")) is grouped_attention
     assert attention_for(torch.device("cuda")) is flex_block_attention

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash.attention import BlockLayout, KeyValue, grouped_attention
+from dflash.attention import BlockLayout, KeyValue
 from dflash.decode.config import DecodeConfig, Generation
 from dflash.decode.drafting import check_fit
 from dflash.decode.sampling import Sampling, accept_length, reject
 from dflash.drafter import Drafter
 from dflash.errors import ConfigError
+from dflash.grouped import grouped_attention
 from dflash.smallrows import use_small_rows
 from dflash.target import Target
 

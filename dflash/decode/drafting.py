@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dflash.attention import BlockLayout, KeyValue, grouped_attention, lone_attention
+from dflash.attention import BlockLayout, KeyValue, lone_attention
 from dflash.errors import CheckpointError
+from dflash.grouped import grouped_attention
 from dflash.smallrows import use_small_rows
 
 if TYPE_CHECKING:

@@ -168,7 +168,7 @@ class PackedBatch:
             block_positions=change(self.block_positions),
             labels=change(self.labels),
             counted=change(self.counted),
-            layout=BlockLayout(start, end, self.layout.groups),
+            layout=BlockLayout(start, end),
             buckets=change(self.buckets),
             negatives=None if self.negatives is None else change(self.negatives),
             teacher=None if self.teacher is None else change(self.teacher),

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MULTIPLE = 256
+
 
 class Candidates(NamedTuple):
     """The rows of the `lm_head` that compete."""
@@ -30,22 +32,28 @@ class Candidates(NamedTuple):
 
 
 def draw_negatives(count: int, vocab_size: int, seed: int, samples: Sequence[int]) -> np.ndarray:
-    """Different tokens drawn uniformly, int64 `[min(count, V)]`; by the seed and the samples' ids."""
+    """Different tokens drawn uniformly, in random order, int64 `[min(count, V)]`; by the seed and the ids."""
     generator = np.random.default_rng((seed, *samples))
-    return generator.choice(vocab_size, size=min(count, vocab_size), replace=False, shuffle=False)
+    return generator.choice(vocab_size, size=min(count, vocab_size), replace=False)
 
 
 def candidates(labels: Tensor, negatives: Tensor, vocab_size: int) -> Candidates:
     """The labels that occur and those negatives that are none of them.
 
+    Of these the last ones are left out, so that C is a multiple of `MULTIPLE`, unless all the vocabulary
+    competes: how many there are would differ from step to step, and kernels are compiled for each new shape.
+
     Args:
         labels: int64 `[P]`, P >= 1.
-        negatives: int64, all different.
+        negatives: int64, all different, in random order.
         vocab_size: V.
     """
     present, index = torch.unique(labels, return_inverse=True)
     fresh = negatives[~torch.isin(negatives, present)]
-    stands_for = (vocab_size - len(present)) / max(len(fresh), 1)
+    others, kept = vocab_size - len(present), len(fresh) - (len(present) + len(fresh)) % MULTIPLE
+    if kept > 0 and len(fresh) < others:
+        fresh = fresh[:kept]
+    stands_for = others / max(len(fresh), 1)
     shift = torch.zeros(len(present) + len(fresh), device=labels.device)
     shift[len(present) :] = math.log(max(stands_for, 1.0))
     return Candidates(torch.cat([present, fresh]), index, shift)

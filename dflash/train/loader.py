@@ -12,7 +12,7 @@ import torch
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
 from dflash.train.candidates import draw_negatives
 from dflash.train.faults import CorruptSample, read_sound
-from dflash.train.padding import ON_CUDA, padded
+from dflash.train.padding import multiples_for, padded
 from dflash.train.ready import DEFAULT_BYTES, ReadyLimits, ReadyWindow
 from dflash.train.sampler import SamplerState, Step, batches_for
 from dflash.train.teacher import with_teacher
@@ -144,7 +144,8 @@ class StepLoader:
             vocab_size, seed = self._reader.manifest.identity.vocab_size, self._blocks.anchors.seed
             drawn = draw_negatives(self._blocks.negatives, vocab_size, seed, batch.samples)
             batch = replace(batch, negatives=torch.from_numpy(drawn))
-        return padded(batch, ON_CUDA).pin() if self._device.type == "cuda" else batch
+        batch = padded(batch, multiples_for(self._device))
+        return batch.pin() if self._device.type == "cuda" else batch
 
     def _read(
         self, slot: Sequence[Draw], corrupt: list[CorruptSample]

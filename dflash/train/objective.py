@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dflash.errors import ConfigError
 from dflash.train.dpace import dpace_weights
@@ -31,6 +32,8 @@ from dflash.train.parallel import zero_of
 
 LOGIT_ROWS = 512
 """Positions whose logits exist at once, at most: enough rows for the matrix product to run at full speed."""
+ROWS_MULTIPLE = 64
+"""What counted positions are filled up to a multiple of on a CPU: kernels are compiled for each new shape."""
 LOGIT_BYTES = 1 << 26
 """What these logits take at most: with a large vocabulary they are fewer."""
 SOFTMAX_ROWS = 64
@@ -139,7 +142,8 @@ class HeadCrossEntropy(torch.autograd.Function):
         Returns:
             Cross-entropy `[P]` in float32, and whether the label has the highest logit, bool `[P]`.
         """
-        rows = hidden.to(lm_head.dtype)
+        count, more = len(labels), -len(labels) % ROWS_MULTIPLE if hidden.device.type == "cpu" else 0
+        rows, labels = F.pad(hidden.to(lm_head.dtype), (0, 0, 0, more)), F.pad(labels, (0, more))
         loss = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(rows)
@@ -150,8 +154,9 @@ class HeadCrossEntropy(torch.autograd.Function):
             logits = torch.mm(rows[part], lm_head.T, out=buffer[: len(rows[part])])
             loss[part], correct[part] = _to_slopes(logits, labels[part], softcap, shift)
             torch.mm(logits, lm_head, out=gradient[part])
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(gradient[:count])
         ctx.hidden_dtype = hidden.dtype
+        loss, correct = loss[:count], correct[:count]
         ctx.mark_non_differentiable(correct)
         return loss, correct
 

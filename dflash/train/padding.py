@@ -1,4 +1,7 @@
-"""Padding micro-batches, so that few shapes occur: compiled attention then meets no new one late in a run.
+"""Padding micro-batches, so that few shapes occur: kernels are compiled for each new one.
+
+On CUDA that is flex_attention, late in a run; on a CPU it is every bfloat16 matrix product (oneDNN), which
+is also slower where its rows do not divide into the processor's tiles.
 
 What is added changes nothing: no block sees a row of the padding; a block of the padding sees itself, so that
 nothing is NaN, and counts nothing, by which it is told from a real one, whose first slot always counts.
@@ -14,6 +17,7 @@ from torch.nn import functional as F
 from dflash.attention import BlockLayout
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from dflash.train.batches import PackedBatch
@@ -28,6 +32,12 @@ class Multiples(NamedTuple):
 
 ON_CUDA = Multiples(2048, 256)
 """At most an eighth of a default micro-batch's rows."""
+ON_CPU = Multiples(256, 64)
+
+
+def multiples_for(device: torch.device) -> Multiples:
+    """What suits a kind of device."""
+    return ON_CUDA if device.type == "cuda" else ON_CPU
 
 
 def padded(batch: PackedBatch, multiples: Multiples) -> PackedBatch:

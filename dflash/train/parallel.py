@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dflash.attention import BlockAttention, BlockLayout, KeyValue, attention_for
+from dflash.attention import BlockAttention, BlockLayout, KeyValue
 from dflash.errors import ConfigError
+from dflash.grouped import attention_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,10 +148,7 @@ def zero_of(drafter: nn.Module, block_size: int) -> Tensor:
     blocks = torch.zeros(1, block_size, config.hidden_size, device=device)
     positions = torch.arange(block_size, device=device)[None]
     features = torch.zeros(0, len(config.target_layer_ids) * config.hidden_size, device=device)
-    layout = BlockLayout.build([0], [0])
-    if device.type != "cpu":
-        start, end = layout.context_start.to(device), layout.context_end.to(device)
-        layout = BlockLayout(start, end, layout.groups)
+    layout = BlockLayout.build([0], [0], device)
     states = drafter(blocks, positions, features, positions[0, :0], layout)
     return states.sum() * 0  # type: ignore[no-any-return]
 

@@ -130,7 +130,7 @@ def test_labels_never_come_from_the_next_document():
 @pytest.mark.parametrize("docs", [0, 1, 3])
 def test_documents_without_anchors_pack_to_nothing(docs):
     batch = pack([Document(make_sample(np.zeros(9, np.uint8)), np.zeros(0, np.int64), 0)] * docs, SHAPE)
-    assert (batch.blocks, len(batch.features), len(batch.layout.groups)) == (0, 0, 0)
+    assert (batch.blocks, len(batch.features), len(batch.layout.context_start)) == (0, 0, 0)
     assert batch.labels.shape == batch.counted.shape == (0, 3)
     assert batch.tokens == 9 * docs
 
@@ -143,7 +143,7 @@ def test_a_batch_moves_whole_and_stays_where_it_is():
     tensors += [moved.layout.context_start, moved.layout.context_end]
     assert len(tensors) == 9
     assert {tensor.device.type for tensor in tensors} == {"meta"}
-    assert (moved.samples, moved.tokens, moved.layout.groups) == (batch.samples, 9, batch.layout.groups)
+    assert (moved.samples, moved.tokens) == (batch.samples, 9)
 
 
 @pytest.mark.parametrize(

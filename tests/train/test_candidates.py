@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from dflash.train.candidates import candidates, draw_negatives
+from dflash.train.candidates import MULTIPLE, candidates, draw_negatives
 from dflash.train.objective import HeadCrossEntropy
 
 
@@ -27,6 +27,32 @@ def test_candidates_are_the_labels_and_those_drawn_that_are_none(
     # all candidates together stand for the whole vocabulary, wherever there is one beside the labels
     if len(rows) > len(set(labels)):
         assert math.isclose(float(found.shift.exp().sum()), 50, rel_tol=1e-5)
+
+
+@given(st.lists(st.integers(0, 4999), min_size=1, max_size=300), st.integers(1, 4999), st.integers(0, 99))
+def test_as_many_compete_as_make_a_multiple_and_stand_for_all(
+    labels: list[int], count: int, seed: int
+) -> None:
+    drawn = draw_negatives(count, 5000, seed, ())
+    found = candidates(torch.tensor(labels), torch.from_numpy(drawn), 5000)
+    rows, present, others = found.rows.tolist(), set(labels), set(drawn.tolist()) - set(labels)
+    assert found.rows[found.labels].tolist() == labels
+    assert set(rows) <= present | others
+    assert len(rows) == len(set(rows))
+    left_out = len(present | others) - len(rows)
+    assert 0 <= left_out < MULTIPLE
+    if len(rows) > len(present):
+        assert math.isclose(float(found.shift.exp().sum()), 5000, rel_tol=1e-4)
+    if MULTIPLE < len(others) < 5000 - len(present):
+        assert len(rows) % MULTIPLE == 0
+
+
+def test_the_tokens_come_in_random_order() -> None:
+    """So that those left out at the end are as random as those drawn."""
+    last = np.concatenate([draw_negatives(60, 100, seed, ())[-20:] for seed in range(500)])
+    counts = np.bincount(last, minlength=100)
+    # each is among the last 20 with probability 1/5: binomial, 100 expected of 500
+    assert abs(counts - 100).max() < 5 * np.sqrt(500 * 0.2 * 0.8)
 
 
 def test_the_same_samples_draw_the_same_tokens() -> None:

@@ -40,7 +40,7 @@ def test_rows_and_blocks_are_multiples_and_the_padding_sees_no_context(lengths, 
     assert not more.counted[batch.blocks :].any()
     extra = slice(batch.blocks, None)
     assert torch.equal(more.layout.context_start[extra], more.layout.context_end[extra])
-    assert more.layout.groups[-1].last == more.blocks
+    assert len(more.layout.context_start) == more.blocks
     assert torch.equal(more.block_ids[: batch.blocks], batch.block_ids)
 
 

@@ -1,0 +1,270 @@
+"""Attention of blocks on a CPU: tile by tile, so that work grows with what is visible.
+
+A tile is a few neighbouring blocks of one document and the context that the last of them sees; other blocks
+are never multiplied. What takes the time besides the products is avoided:
+
+- Few shapes occur. Kernels are compiled for each new one (oneDNN, bfloat16), which costs more than running
+  them, so tiles are filled up to one of `TILE_BLOCKS` and to a multiple of `TILE_WIDTH` columns of scores.
+- All factors are contiguous: others are copied by each product. So a tile's keys and values are copied once,
+  and the scores of its own blocks lie in the last columns of its context's, behind keys and values of zero.
+
+Dimensions as in `dflash.attention`; R = Q * (h / g) rows a block and key/value head, n blocks of a tile, W
+its columns of scores, A' blocks of all tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash.attention import BlockAttention, BlockLayout, KeyValue, flex_block_attention
+
+TILE_BLOCKS = (1, 2, 4, 8, 16, 24, 32)
+"""Blocks of a tile. At most: enough rows for the matrix product, little masked work."""
+TILE_WIDTH = 64
+
+
+def grouped_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:
+    """The function that `dflash.attention.dense_attention` computes, and its gradient."""
+    return _Grouped.apply(query, *context, *block, layout) if len(query) else query  # type: ignore[no-untyped-call]
+
+
+class Tile(NamedTuple):
+    """Where a tile lies."""
+
+    first: int
+    """Its first block, in the order of `Tiles`."""
+    last: int
+    """One past its last."""
+    start: int
+    """First context row that its blocks see."""
+    end: int
+    """One past the last that any of them sees."""
+    width: int
+    """W."""
+    hidden: Tensor
+    """What its blocks do not see of the columns that are not their own: bool `[n, last ones]`."""
+
+    def seen(self, rows: Tensor, room: Tensor) -> Tensor:
+        """Context rows `[T, g, d]` of this tile, `[g, W, d]`, and zeros behind them, in `room`."""
+        shape = (rows.shape[1], self.width, rows.shape[2])
+        tile, count = room[: math.prod(shape)].view(shape), self.end - self.start
+        tile[:, :count] = rows[self.start : self.end].transpose(0, 1)
+        tile[:, count:] = 0.0
+        return tile
+
+    def of(self, rows: Tensor, heads: int) -> Tensor:
+        """This tile's `[g, n*R, x]` of `[A' * g, R, x]`."""
+        return rows[heads * self.first : heads * self.last].view(heads, -1, rows.shape[2])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of a layout. A block that fills one up repeats another, and what it yields is not used."""
+
+    order: Tensor
+    """Pairs of block and head, `block * g + head`, by tile, then head, then block: int64 `[A' * g]`."""
+    places: Tensor
+    """Where each pair is in that order, int64 `[A * g]`."""
+    fillers: Tensor
+    """Places of pairs that only fill up, int64."""
+    tiles: tuple[Tile, ...]
+
+    @classmethod
+    def of(cls, layout: BlockLayout, heads: int, size: int) -> Tiles:
+        """Those of a layout for g heads and blocks of B, derived once for all layers."""
+        key = f"tiles {heads} {size}"
+        if key not in layout.memo:
+            layout.memo[key] = cls._build(layout, heads, size)
+        return layout.memo[key]  # type: ignore[no-any-return]
+
+    @classmethod
+    def _build(cls, layout: BlockLayout, heads: int, size: int) -> Tiles:
+        starts, ends = layout.context_start.tolist(), layout.context_end.tolist()
+        device = layout.context_end.device
+        tiles, order, real, at = list[Tile](), list[int](), list[bool](), 0
+        for first, last in _runs(starts):
+            more = next(size for size in TILE_BLOCKS if size >= last - first) - (last - first)
+            blocks = [*range(first, last), *[last - 1] * more]
+            start, end = starts[first], ends[last - 1]
+            width = -(-(end - start + size) // TILE_WIDTH) * TILE_WIDTH
+            column = torch.arange(ends[first], start + width - size, device=device)
+            hidden = column >= layout.context_end[blocks, None]
+            tiles.append(Tile(at, at + len(blocks), start, end, width, hidden))
+            order += [block * heads + head for head in range(heads) for block in blocks]
+            real += ([True] * (last - first) + [False] * more) * heads
+            at += len(blocks)
+        pairs, counts = torch.tensor(order, device=device), torch.tensor(real, device=device)
+        places = torch.empty(len(starts) * heads, dtype=torch.int64, device=device)
+        places[pairs[counts]] = counts.nonzero()[:, 0]
+        return cls(pairs, places, (~counts).nonzero()[:, 0], tuple(tiles))
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Rows of each block and head `[A, g, x, d]` in the order of the tiles, `[A' * g, x, d]`."""
+        return rows.reshape(-1, *rows.shape[2:]).index_select(0, self.order)
+
+    def scatter(self, rows: Tensor, heads: int) -> Tensor:
+        """The way back."""
+        return torch.unflatten(rows.index_select(0, self.places), 0, (-1, heads))
+
+
+class _Grouped(torch.autograd.Function):
+    """Attention whose weights exist one tile at a time; the backward pass computes them again."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, *tensors: Any) -> Tensor:
+        """`(query, context key, context value, block key, block value, layout) -> [A, Q, h, d]`."""
+        *given, layout = tensors
+        work = _Work.begin(query, KeyValue(*given[:2]), KeyValue(*given[2:]), layout)
+        with torch.autocast(query.device.type, enabled=False):
+            own, out = work.own_scores(), torch.empty_like(work.query)
+            for tile, weights in work.weights(own):
+                values = tile.seen(work.context.value, work.room(1))
+                torch.bmm(weights, values, out=tile.of(out, work.heads))
+                tile.of(own, work.heads).copy_(work.own_of(weights))  # scores become weights
+            out += torch.bmm(own, work.block.value)
+        ctx.save_for_backward(query, *given)
+        ctx.layout = layout
+        return _slots(work.tiles.scatter(out, work.heads), query.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        """Gradients of all five tensors."""
+        query, *given = ctx.saved_tensors
+        work = _Work.begin(query, KeyValue(*given[:2]), KeyValue(*given[2:]), ctx.layout)
+        heads, tiles = work.heads, work.tiles
+        above = tiles.gather(_pairs(upstream[0].to(query.dtype), heads))
+        above[tiles.fillers] = 0.0
+        own, d_own = work.own_scores(), torch.bmm(above, work.block.value.mT)
+        d_query = torch.empty_like(work.query)
+        d_context = [torch.zeros_like(part, dtype=torch.float32) for part in work.context]
+        for tile, weights in work.weights(own):
+            keys = tile.seen(work.context.key, work.room(0))
+            values = tile.seen(work.context.value, work.room(1))
+            slope = torch.bmm(tile.of(above, heads), values.mT, out=work.like(weights))
+            work.own_of(slope).copy_(tile.of(d_own, heads))
+            work.add(d_context[1], tile, torch.bmm(weights.mT, tile.of(above, heads), out=values))
+            slope = torch._softmax_backward_data(slope, weights, -1, slope.dtype).mul_(work.scale)  # noqa: SLF001
+            torch.bmm(slope, keys, out=tile.of(d_query, heads))
+            work.add(d_context[0], tile, torch.bmm(slope.mT, tile.of(work.query, heads), out=keys))
+            tile.of(own, heads).copy_(work.own_of(weights))
+            tile.of(d_own, heads).copy_(work.own_of(slope))
+        d_query += torch.bmm(d_own, work.block.key)
+        d_block = torch.bmm(d_own.mT, work.query), torch.bmm(own.mT, above)
+        return (
+            _slots(tiles.scatter(d_query, heads), query.shape),
+            *(part.to(query.dtype) for part in d_context),
+            *(tiles.scatter(part, heads).transpose(1, 2) for part in d_block),
+            None,
+        )
+
+
+def _pairs(x: Tensor, heads: int) -> Tensor:
+    # [A, Q, h, d] -> [A, g, Q * h/g, d]
+    return torch.unflatten(x, 2, (heads, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _slots(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    # [A, g, Q * h/g, d] -> [A, Q, h, d]
+    return torch.unflatten(x, 2, (shape[1], -1)).transpose(1, 2).reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a pass in either direction works on."""
+
+    tiles: Tiles
+    query: Tensor
+    """`[A' * g, R, d]`."""
+    context: KeyValue
+    """`[T, g, d]`."""
+    block: KeyValue
+    """`[A' * g, B, d]`."""
+    rooms: tuple[Tensor, ...]
+    """For one tile's keys, values, weights and their slopes."""
+
+    @classmethod
+    def begin(cls, query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> _Work:
+        """Bring queries, and keys and values of blocks, into the order of the tiles."""
+        size, heads, width = block.key.shape[1:]
+        tiles = Tiles.of(layout, heads, size)
+        rows = tiles.gather(_pairs(query, heads))
+        seen = heads * width * max(tile.width for tile in tiles.tiles)
+        scores = heads * rows.shape[1] * max((tile.last - tile.first) * tile.width for tile in tiles.tiles)
+        own = KeyValue(*(tiles.gather(part.transpose(1, 2)) for part in block))
+        return cls(tiles, rows, context, own, tuple(query.new_empty(n) for n in (seen, seen, scores, scores)))
+
+    @property
+    def heads(self) -> int:
+        """Key/value heads, g."""
+        return self.context.key.shape[1]
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.query.shape[-1] ** -0.5)
+
+    def room(self, number: int) -> Tensor:
+        """For keys (0) or values (1) of a tile."""
+        return self.rooms[number]
+
+    def like(self, weights: Tensor) -> Tensor:
+        """Room for slopes of these weights."""
+        return self.rooms[3][: weights.numel()].view_as(weights)
+
+    def own_of(self, scores: Tensor) -> Tensor:
+        """The last B columns of a tile's `[g, n*R, W]`."""
+        return scores[..., -self.block.key.shape[1] :]
+
+    def own_scores(self) -> Tensor:
+        """Scaled scores of each block's rows with its own keys, `[A' * g, R, B]`."""
+        return torch.bmm(self.query, self.block.key.mT).mul_(self.scale)
+
+    def weights(self, own: Tensor) -> Iterator[tuple[Tile, Tensor]]:
+        """Attention weights `[g, n*R, W]` of each tile, in the same memory: gone when the next ones come.
+
+        Args:
+            own: As `own_scores` gives them.
+        """
+        nothing = own.new_zeros(())
+        for tile in self.tiles.tiles:
+            keys, queries = tile.seen(self.context.key, self.rooms[0]), tile.of(self.query, self.heads)
+            shape = (self.heads, queries.shape[1], tile.width)
+            scores = self.rooms[2][: math.prod(shape)].view(shape)
+            torch.baddbmm(nothing, queries, keys.mT, beta=0, alpha=self.scale, out=scores)
+            unseen = scores[..., tile.width - tile.hidden.shape[1] - own.shape[2] : tile.width - own.shape[2]]
+            torch.unflatten(unseen, 1, (tile.last - tile.first, -1)).masked_fill_(
+                tile.hidden[None, :, None, :], -math.inf
+            )
+            self.own_of(scores).copy_(tile.of(own, self.heads))
+            yield tile, torch.softmax(scores, dim=-1, out=scores)
+
+    def add(self, total: Tensor, tile: Tile, gradient: Tensor) -> None:
+        """Add a tile's `[g, W, d]` to the context's float32 `[T, g, d]`."""
+        total[tile.start : tile.end] += gradient[:, : tile.end - tile.start].transpose(0, 1)
+
+
+def _runs(starts: list[int]) -> Iterator[tuple[int, int]]:
+    """Blocks of one document, cut into runs that are as even as can be: first, and one past the last."""
+    begin = 0
+    while begin < len(starts):
+        end = begin
+        while end < len(starts) and starts[end] == starts[begin]:
+            end += 1
+        parts = -(-(end - begin) // TILE_BLOCKS[-1])
+        for part in range(parts):
+            yield (
+                begin + part * (end - begin) // parts,
+                begin + (part + 1) * (end - begin) // parts,
+            )
+        begin = end
+
+
+def attention_for(device: torch.device) -> BlockAttention:
+    """The implementation that trains fastest on this kind of device."""
+    return flex_block_attention if device.type == "cuda" else grouped_attention
