@@ -128,9 +128,9 @@ def _padded(samples: list[Any]) -> tuple[torch.Tensor, ...]:
         return nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
     return (
-        pad([torch.from_numpy(sample.input_ids).long() for sample in samples]),
+        pad([torch.tensor(sample.input_ids, dtype=torch.long) for sample in samples]),
         pad([sample.hidden_states.flatten(1) for sample in samples]),
-        pad([torch.from_numpy(sample.loss_mask).float() for sample in samples]),
+        pad([torch.tensor(sample.loss_mask, dtype=torch.float32) for sample in samples]),
     )
 
 

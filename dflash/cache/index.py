@@ -105,12 +105,7 @@ class CacheIndex:
 
     def locate(self, rows: NDArray[np.int64]) -> Extents:
         """Where these rows lie in the shards."""
-        places = self.stored.places[rows]
-        shards = np.searchsorted(self.stored.shard_starts, places, side="right") - 1
-        shard_rows = places - self.stored.shard_starts[shards]
-        offsets = self.stored.offsets[places]
-        nbytes = self._ends(places, shards) - offsets
-        return Extents(shards, shard_rows, offsets, self.stored.crcs[places], nbytes)
+        return self._at(self.stored.places[rows])
 
     def select(self, rows: NDArray[np.int64]) -> CacheIndex:
         """These rows alone, ascending, with a digest of their own."""
@@ -123,12 +118,20 @@ class CacheIndex:
             stored=replace(self.stored, places=self.stored.places[rows]),
         )
 
-    def _ends(self, places: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Byte behind each extent: where the next one of its shard begins, or the shard's last one ends."""
+    def locate_in_order(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Extents]:
+        """The order in which these rows lie in the shards [N], and where they lie, in that order."""
+        places = self.stored.places[rows]
+        order = np.argsort(places, kind="stable")
+        return order, self._at(places[order])
+
+    def _at(self, places: NDArray[np.int64]) -> Extents:
         stored = self.stored
-        following = stored.offsets[np.minimum(places + 1, len(stored.offsets) - 1)]
-        bounds = np.append(stored.shard_starts, len(stored.offsets))
-        return np.where(places + 1 == bounds[shards + 1], self._shard_ends[shards], following)
+        shards = np.searchsorted(stored.shard_starts, places, side="right") - 1
+        offsets = stored.offsets[places]
+        following = stored.offsets.take(places + 1, mode="clip")
+        # Where the next place holds no later byte, it is another shard's, or there is none.
+        nbytes = np.where(following > offsets, following, self._shard_ends[shards]) - offsets
+        return Extents(shards, places - stored.shard_starts[shards], offsets, stored.crcs[places], nbytes)
 
     @cached_property
     def _shard_ends(self) -> NDArray[np.int64]:

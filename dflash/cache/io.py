@@ -7,7 +7,6 @@ and mapping is slow on network file systems.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import stat
@@ -16,26 +15,25 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import crc32c
-import numpy as np
 
 from dflash.cache.manifest import REPAIR
 from dflash.errors import CacheCorrupt, CacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from numpy.typing import NDArray
 
 MAX_OPEN_FILES = 64
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 256 << 10
 """Neighbours are joined up to this size, and longer extents are read in such pieces: a piece is still in the
 processor's cache when its checksum is computed."""
-PORTION_BYTES = 8 << 20
-"""What a thread takes at a time."""
+PORTION_BYTES = 4 << 20
+"""What a thread takes at a time: little, so that all end together."""
 SMALL_BYTES = 256 << 10
 """Extents that are smaller on average are first read by one thread alone."""
 ALONE_S = 0.02
@@ -44,6 +42,21 @@ READ_THREADS = 4
 _MAX_PARTS = 512
 """Below the 1,024 that one `preadv` may fill."""
 T = TypeVar("T")
+Portion: TypeAlias = "list[tuple[int, int]]"
+"""Extents of one file in runs that one call can read: numbers of the first, and of the first behind."""
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """Extents on their way from files into memory; every list has one entry an extent."""
+
+    memory: memoryview
+    starts: list[int]
+    """First bytes in their files."""
+    begins: list[int]
+    """First bytes in `memory`."""
+    ends: list[int]
+    """Bytes behind them in `memory`."""
 
 
 class OpenFile:
@@ -70,7 +83,7 @@ class OpenFile:
         if not stat.S_ISREG(found.st_mode) or found.st_size != size:
             raise CacheCorrupt(f"{path}: {found.st_size} bytes, committed with {size}; {REPAIR}")
 
-    def fill(self, parts: list[memoryview], start: int) -> None:
+    def fill(self, parts: Sequence[memoryview], start: int) -> None:
         """Fill the parts, one after another, with the file's bytes from `start`.
 
         Raises:
@@ -88,17 +101,51 @@ class OpenFile:
                 raise CacheCorrupt(f"{self.path}: ends at byte {start}, it was cut short; {REPAIR}")
             parts = _behind(parts, count)
 
-    def fill_checked(self, parts: list[memoryview], start: int) -> list[int]:
-        """Fill the parts as `fill` does; the crc32c of each, computed while its bytes are at hand."""
-        if len(parts) > 1 or len(parts[0]) <= CHUNK_BYTES:
-            self.fill(parts, start)
-            return [crc32c.crc32c(part) for part in parts]
-        (part,), crc = parts, 0
+    def load(self, extents: Transfer, portion: Portion, *, checked: bool) -> list[int]:
+        """Fill the memory of a portion's extents, each run by one call.
+
+        Args:
+            extents: Where they are and where they go.
+            portion: Which of them.
+            checked: Whether checksums are wanted.
+
+        Returns:
+            The crc32c of each, computed while its bytes are at hand; 0 if not `checked`.
+
+        Raises:
+            CacheCorrupt: as `fill`.
+        """
+        memory, starts, begins, ends = extents.memory, extents.starts, extents.begins, extents.ends
+        crcs: list[int] = []
+        for low, high in portion:
+            part = memory[begins[low] : ends[low]]
+            if high - low > 1:
+                parts = [memory[begins[number] : ends[number]] for number in range(low, high)]
+                self.fill(parts, starts[low])
+                crcs += map(crc32c.crc32c, parts) if checked else [0] * len(parts)
+            elif checked and len(part) > CHUNK_BYTES:
+                crcs.append(self._load_in_pieces(part, starts[low]))
+            else:
+                self._fill_one(part, starts[low])
+                crcs.append(crc32c.crc32c(part) if checked else 0)
+        return crcs
+
+    def _load_in_pieces(self, part: memoryview, start: int) -> int:
+        crc = 0
         for at in range(0, len(part), CHUNK_BYTES):
             piece = part[at : at + CHUNK_BYTES]
-            self.fill([piece], start + at)
+            self._fill_one(piece, start + at)
             crc = crc32c.crc32c(piece, crc)
-        return [crc]
+        return crc
+
+    def _fill_one(self, part: memoryview, start: int) -> None:
+        """`fill` of one part, which one call nearly always does: the samples of a batch are many."""
+        try:
+            if os.preadv(self._descriptor, (part,), start) == len(part):
+                return
+        except OSError:
+            pass
+        self.fill((part,), start)  # goes on, or says what is wrong
 
     def bytes_at(self, start: int, count: int) -> bytearray:
         """These bytes of the file."""
@@ -107,7 +154,7 @@ class OpenFile:
         return data
 
 
-def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+def _behind(parts: Sequence[memoryview], count: int) -> Sequence[memoryview]:
     """What is left of the parts when their first `count` bytes are filled."""
     for number, part in enumerate(parts):
         if count < len(part):
@@ -228,26 +275,30 @@ def _drain(work: Callable[[T], None], todo: deque[T], until: float = math.inf) -
     return None
 
 
-def portions(files: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[slice]:
-    """Split extents, sorted by file, into portions of about `PORTION_BYTES` of one file. Arrays are [N]."""
-    place = (np.cumsum(sizes) - sizes) // PORTION_BYTES
-    return _slices((files[1:] == files[:-1]) & (place[1:] == place[:-1]))
+def portions(files: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Portion]:
+    """Split extents into portions of about `PORTION_BYTES` of one file, and these into runs.
 
+    Extents join to a run where they follow each other inside one piece of `CHUNK_BYTES` of the file, so that
+    no run of several is longer than that; an extent across a piece's edge is a run of its own.
 
-def neighbours(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[slice]:
-    """Split extents of one file, sorted by start, into runs that one call can read. Arrays are [N].
-
-    Extents join where they follow each other inside one piece of `CHUNK_BYTES` of the file, so that no run of
-    several is longer than that; an extent across a piece's edge is a run of its own.
+    Args:
+        files: Number of the file in which each extent lies; extents are sorted by file, then start.
+        starts: Their first bytes in it.
+        sizes: Their bytes.
     """
-    ends = starts + sizes
-    piece = starts // CHUNK_BYTES
-    inside = (ends - 1) // CHUNK_BYTES == piece
-    joined = (starts[1:] == ends[:-1]) & (piece[1:] == piece[:-1])
-    return _slices(joined & inside[1:] & inside[:-1])
-
-
-def _slices(joined: NDArray[np.bool_]) -> list[slice]:
-    """Runs of items, of which number i and i + 1 belong together where `joined[i]`."""
-    edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(joined) + 1]
-    return [slice(low, high) for low, high in itertools.pairwise(edges)]
+    found: list[Portion] = []
+    file = end = piece = -1
+    filled = 0
+    for number, (this, start, size) in enumerate(zip(files, starts, sizes, strict=True)):
+        if this != file or filled >= PORTION_BYTES:
+            portion: Portion = []
+            found.append(portion)
+            file, filled, end = this, 0, -1
+        if start == end and (start + size - 1) // CHUNK_BYTES == piece:
+            portion[-1] = (portion[-1][0], number + 1)
+        else:
+            portion.append((number, number + 1))
+            piece = start // CHUNK_BYTES
+        end = start + size
+        filled += size
+    return found

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING
 
 import crc32c
 import numpy as np
 import torch
 
 from dflash.cache.codec import RawCodec, codec_of, decoded
-from dflash.cache.index import CacheIndex, Extents, check_complete, committed_ids, load_index
+from dflash.cache.index import CacheIndex, check_complete, committed_ids, load_index
 from dflash.cache.io import (
     ALONE_S,
     MAX_OPEN_FILES,
     SMALL_BYTES,
     OpenFile,
     OpenFiles,
+    Portion,
+    Transfer,
     Workers,
-    neighbours,
     portions,
 )
 from dflash.cache.manifest import REPAIR, load_manifest
@@ -29,7 +30,7 @@ from dflash.cache.shard import DATA_START, Sample, ShardLayout
 from dflash.errors import CacheCorrupt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["CacheIndex", "CacheReader", "Sample", "committed_ids"]
 
 MAX_TAIL_BYTES = 64 << 20
-"""Ids, masks and offsets of open shards that are held in memory at most."""
+"""Ids, masks and offsets of open shards that are held in memory at most; a sample that is kept keeps its
+shard's as well."""
 
 
 class CacheReader:
@@ -105,7 +107,8 @@ class CacheReader:
             keep_coded: Leave states of the codecs int8 and fp8 for the device that uses them to decode.
 
         Returns:
-            One sample a row; `hidden_states` [T, K, H] in the cache's dtype, or else `coded`.
+            One sample a row; `hidden_states` [T, K, H] in the cache's dtype, or else `coded`. Its `input_ids`
+            and `loss_mask` are views that cannot be written to.
 
         Raises:
             CacheCorrupt: a shard is missing, cut short or changed, or a sample's checksum does not fit.
@@ -114,12 +117,9 @@ class CacheReader:
         wanted = np.asarray(rows, np.int64)
         if not len(wanted):
             return []
-        if not 0 <= wanted.min() <= wanted.max() < len(self.index):
+        if wanted.view(np.uint64).max() >= len(self.index):  # what is negative is huge without its sign
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self.index)} samples")
-        extents = self.index.locate(wanted)
-        total = int(extents.nbytes.sum())
-        flat = torch.empty(total, dtype=torch.uint8) if buffer is None else buffer[:total]
-        samples = self._read(wanted, extents, flat)
+        samples = self._read(wanted, buffer)
         if self.manifest.identity.codec != "raw":
             self._interpret(samples, keep_coded=keep_coded)
         return samples
@@ -130,43 +130,28 @@ class CacheReader:
         Raises:
             CacheCorrupt: as `read`.
         """
-        extents = self.index.locate(rows)
-        flat = torch.empty(int(extents.nbytes.sum()), dtype=torch.uint8)
-        samples = self._read(rows, extents, flat)
+        samples = self._read(rows, None)
         for sample in samples:
             sample.hidden_states = sample.hidden_states.reshape(-1).view(torch.uint8)
         return samples
 
-    def _read(self, wanted: NDArray[np.int64], extents: Extents, flat: torch.Tensor) -> list[Sample]:
-        lengths, sizes = self.index.lengths[wanted].astype(np.int64), extents.nbytes
-        # In file order, so that neighbours are read together and each shard is opened once.
-        order = np.lexsort((extents.offsets, extents.shards))
-        shards, token_ends = extents.shards[order], np.cumsum(lengths[order])
-        batch = _Batch(
-            ids=self.index.ids[wanted[order]],
-            rows=extents.shard_rows[order],
-            offsets=extents.offsets[order],
-            sizes=sizes[order],
-            crcs=extents.crcs[order],
-            starts=(np.cumsum(sizes) - sizes)[order],
-            token_starts=token_ends - lengths[order],
-            token_ends=token_ends,
-            memory=flat.numpy().data,
-            input_ids=np.empty(token_ends[-1], "<i4"),
-            loss_mask=np.empty(token_ends[-1], np.uint8),
-        )
+    def _read(self, wanted: NDArray[np.int64], buffer: torch.Tensor | None) -> list[Sample]:
+        batch = _Batch(self.index, wanted, buffer)
+        self.fetch(sorted(set(batch.shards)))
+        states: list[torch.Tensor] = []
+        work: list[Callable[[], None]] = [
+            partial(self._read_part, batch, portion)
+            for portion in portions(batch.shards, batch.extents.starts, batch.nbytes)
+        ]
+        # Last: the thread that has nothing left to read makes the views while others finish.
+        work.append(lambda: states.extend(self._split(batch)))
+        self._workers.run(_call, work, ALONE_S if len(batch.flat) < SMALL_BYTES * len(wanted) else 0.0)
+        return list(map(Sample, batch.ids.tolist(), batch.input_ids, batch.loss_masks, states))
 
-        def read(part: slice) -> None:
-            self._read_part(shards.item(part.start), batch, part)
-
-        self.fetch(np.unique(shards).tolist())
-        alone_s = ALONE_S if batch.sizes.mean() < SMALL_BYTES else 0.0
-        self._workers.run(read, portions(shards, batch.sizes), alone_s)
-        return self._samples(batch, order, flat)
-
-    def _read_part(self, shard: int, batch: _Batch, part: slice) -> None:
+    def _read_part(self, batch: _Batch, portion: Portion) -> None:
+        shard = batch.shards[portion[0][0]]
         try:
-            self._shards.get(shard).read(batch, part, checked=self._checked)
+            self._shards.get(shard).read(batch, portion, checked=self._checked)
         except CacheCorrupt:
             if self._mirror is None:
                 raise
@@ -174,24 +159,18 @@ class CacheReader:
             self._mirror.forget(self.index.layouts[shard].name)
             self._shards.forget(shard)
             self.fetch([shard])
-            self._shards.get(shard).read(batch, part, checked=self._checked)
+            self._shards.get(shard).read(batch, portion, checked=self._checked)
 
-    def _samples(self, batch: _Batch, order: NDArray[np.int64], flat: torch.Tensor) -> list[Sample]:
-        """The samples of a batch that has been read, number i of it at place `order[i]`."""
-        extents = self._split(flat, batch.sizes[np.argsort(order)])
-        input_ids = batch.input_ids.astype(np.int32, copy=False)
-        samples: list[Sample | None] = [None] * len(order)
-        columns = (order, batch.ids, batch.token_starts, batch.token_ends)
-        for place, name, start, end in zip(*(column.tolist() for column in columns), strict=True):
-            samples[place] = Sample(name, input_ids[start:end], batch.loss_mask[start:end], extents[place])
-        return cast("list[Sample]", samples)
+    def _split(self, batch: _Batch) -> Sequence[torch.Tensor]:
+        """Views of the buffer, one a sample: extents, or states [T, K, H] with codec raw.
 
-    def _split(self, flat: torch.Tensor, sizes: NDArray[np.int64]) -> Sequence[torch.Tensor]:
-        """Views of the buffer, one a sample: extents of these sizes, or states [T, K, H] with codec raw."""
+        "Unsafe" are views that autograd does not know to share memory; it cannot know of our reads either.
+        """
         if not isinstance(self._codec, RawCodec):
-            return torch.split(flat, sizes.tolist())
-        tokens = sizes // self.manifest.identity.bytes_per_token
-        return torch.split(self._codec.parse(flat, int(tokens.sum())), tokens.tolist())
+            return torch.unsafe_split_with_sizes(batch.flat, batch.sizes.tolist())
+        tokens = batch.sizes // self.manifest.identity.bytes_per_token
+        states = self._codec.parse(batch.flat, int(tokens.sum()))
+        return torch.unsafe_split_with_sizes(states, tokens.tolist())
 
     def _interpret(self, samples: list[Sample], *, keep_coded: bool) -> None:
         """Put states in the place of extents."""
@@ -241,29 +220,45 @@ class CacheReader:
         return _Shard(self.cache, self.index.layouts[number])
 
 
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """Samples to be read, in file order [N]; T is the sum of their lengths."""
+_NO_IDS, _NO_MASK = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 
-    ids: NDArray[np.uint64]
-    rows: NDArray[np.int64]
-    """0-based, in their shards."""
-    offsets: NDArray[np.int64]
-    """First byte of their extents in their shards."""
-    sizes: NDArray[np.int64]
-    """Bytes of their extents."""
-    crcs: NDArray[np.uint32]
-    starts: NDArray[np.int64]
-    """First byte of their extents in `memory`."""
-    token_starts: NDArray[np.int64]
-    token_ends: NDArray[np.int64]
-    """First token of each in `input_ids` and `loss_mask`, and the first behind."""
-    memory: memoryview
-    """Where extents go."""
-    input_ids: NDArray[np.int32]
-    """[T], where token ids go."""
-    loss_mask: NDArray[np.uint8]
-    """[T], where masks go."""
+
+class _Batch:
+    """Samples to be read. They are sought in file order: neighbours together, each shard opened once.
+
+    Lists, for numbers come out of them faster than out of arrays one at a time.
+
+    Args:
+        index: Of the cache.
+        wanted: Rows of it [N].
+        buffer: Where their extents go, in the order asked for; by default new memory.
+    """
+
+    def __init__(self, index: CacheIndex, wanted: NDArray[np.int64], buffer: torch.Tensor | None) -> None:
+        order, found = index.locate_in_order(wanted)
+        self.sizes = np.empty_like(found.nbytes)
+        """[N] bytes of the extents in the order asked for."""
+        self.sizes[order] = found.nbytes
+        ends = np.cumsum(self.sizes)
+        total = ends.item(-1)
+        ends = ends[order]
+        self.flat = torch.empty(total, dtype=torch.uint8) if buffer is None else buffer[:total]
+        self.ids = index.ids[wanted]
+        """[N] in the order asked for."""
+        self.shards: list[int] = found.shards.tolist()
+        self.nbytes: list[int] = found.nbytes.tolist()
+        starts, begins = found.offsets.tolist(), (ends - found.nbytes).tolist()
+        self.extents = Transfer(self.flat.numpy().data, starts, begins, ends.tolist())
+        columns = (order, found.shard_rows, index.lengths[wanted[order]], found.crcs)
+        self.columns = (*(column.tolist() for column in columns), starts, self.nbytes)
+        """Place in the order asked for, row in the shard, tokens, checksum, extent's first byte and size."""
+        self.input_ids = [_NO_IDS] * len(wanted)
+        self.loss_masks = [_NO_MASK] * len(wanted)
+        """In the order asked for, put there by whoever reads."""
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()
 
 
 class _Shard:
@@ -279,64 +274,37 @@ class _Shard:
             raise CacheCorrupt(f"{self._file.path}: its header is not that of the committed shard; {REPAIR}")
         tail = self._file.bytes_at(layout.offsets_start, self.weight())
         ids_start = layout.input_ids_start - layout.offsets_start
-        self._offsets = np.frombuffer(tail, "<i8", layout.samples + 1)
-        self._extents = self._offsets * layout.manifest.identity.bytes_per_token  # of the codec raw
+        offsets = np.frombuffer(tail, "<i8", layout.samples + 1)
+        extents = offsets * layout.manifest.identity.bytes_per_token  # of the codec raw
         if not layout.is_raw:
             extents_start = layout.extents_start - layout.offsets_start
-            self._extents = np.frombuffer(tail, "<i8", layout.samples + 1, extents_start)
+            extents = np.frombuffer(tail, "<i8", layout.samples + 1, extents_start)
+        # Single numbers come out of a memoryview faster than out of an array.
+        self._offsets, self._starts = offsets.data, (extents + DATA_START).data
         self._input_ids = np.frombuffer(tail, "<i4", layout.tokens, ids_start)
         self._loss_mask = np.frombuffer(tail, np.uint8, layout.tokens, ids_start + 4 * layout.tokens)
+        self._input_ids.flags.writeable = self._loss_mask.flags.writeable = False
 
     def weight(self) -> int:
         """Bytes held in memory."""
         return self.layout.file_size - self.layout.offsets_start
 
-    def read(self, batch: _Batch, part: slice, *, checked: bool) -> None:
-        """Read these samples of the batch, which lie in this shard, into the batch's memory."""
-        self._take_tokens(batch, part)
-        offsets, sizes = batch.offsets[part], batch.sizes[part]
-        memory, starts, ends = (
-            batch.memory,
-            batch.starts[part].tolist(),
-            (batch.starts[part] + sizes).tolist(),
-        )
-        crcs: list[int] = []
-        for run in neighbours(offsets, sizes):
-            views = [memory[start:end] for start, end in zip(starts[run], ends[run], strict=True)]
-            if checked:
-                crcs += self._file.fill_checked(views, offsets.item(run.start))
-            else:
-                self._file.fill(views, offsets.item(run.start))
-        if checked:
-            self._check(batch, part, crcs)
-
-    def _take_tokens(self, batch: _Batch, part: slice) -> None:
-        """Copy ids and masks; the shard's offsets and the index must agree on where they are."""
-        rows, lengths = batch.rows[part], batch.token_ends[part] - batch.token_starts[part]
-        first, extents = self._offsets[rows], batch.offsets[part] - DATA_START
-        wrong = (self._offsets[rows + 1] != first + lengths) | (first < 0)
-        wrong |= first + lengths > self.layout.tokens
-        wrong |= self._extents[rows] != extents
-        wrong |= self._extents[rows + 1] != extents + batch.sizes[part]
-        if wrong.any():
-            where = self._where(batch, part, int(wrong.argmax()))
-            raise CacheCorrupt(f"{where}: its offsets differ from the index; {REPAIR}")
-        start, end = batch.token_starts.item(part.start), batch.token_ends.item(part.stop - 1)
-        taken = np.repeat(first - batch.token_starts[part], lengths) + np.arange(start, end)
-        np.take(self._input_ids, taken, out=batch.input_ids[start:end])
-        np.take(self._loss_mask, taken, out=batch.loss_mask[start:end])
-
-    def _check(self, batch: _Batch, part: slice, crcs: list[int]) -> None:
-        """Hold the checksums of the hidden states, carried on over ids and masks, against the index."""
-        input_ids, loss_mask = batch.input_ids.data.cast("B"), batch.loss_mask.data
-        starts, ends = batch.token_starts[part].tolist(), batch.token_ends[part].tolist()
-        expected = batch.crcs[part].tolist()
-        for place, (start, end, crc) in enumerate(zip(starts, ends, crcs, strict=True)):
-            with_ids = crc32c.crc32c(input_ids[4 * start : 4 * end], crc)
-            if crc32c.crc32c(loss_mask[start:end], with_ids) != expected[place]:
-                where = self._where(batch, part, place)
+    def read(self, batch: _Batch, portion: Portion, *, checked: bool) -> None:
+        """Read these samples of the batch, which lie in this shard."""
+        crcs = self._file.load(batch.extents, portion, checked=checked)
+        columns = [column[portion[0][0] : portion[-1][1]] for column in batch.columns]
+        offsets, starts, tokens, crc32 = self._offsets, self._starts, self.layout.tokens, crc32c.crc32c
+        for crc, place, row, length, expected, start, size in zip(crcs, *columns, strict=True):
+            first, last = offsets[row], offsets[row + 1]
+            fits = last - first == length and 0 <= first <= last <= tokens
+            if not fits or starts[row] != start or starts[row + 1] != start + size:
+                where = self._where(batch, place, row)
+                raise CacheCorrupt(f"{where}: its offsets differ from the index; {REPAIR}")
+            ids = batch.input_ids[place] = self._input_ids[first:last]
+            mask = batch.loss_masks[place] = self._loss_mask[first:last]
+            if checked and crc32(mask, crc32(ids, crc)) != expected:
+                where = self._where(batch, place, row)
                 raise CacheCorrupt(f"{where}: its bytes have changed, they do not fit its checksum; {REPAIR}")
 
-    def _where(self, batch: _Batch, part: slice, place: int) -> str:
-        row, sample_id = batch.rows.item(part.start + place), batch.ids.item(part.start + place)
-        return f"{self._file.path}: row {row} (sample {sample_id})"
+    def _where(self, batch: _Batch, place: int, row: int) -> str:
+        return f"{self._file.path}: row {row} (sample {batch.ids.item(place)})"

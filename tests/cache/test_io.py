@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.cache import io
-from dflash.cache.io import OpenFile, OpenFiles, Workers, neighbours, portions
+from dflash.cache.io import OpenFile, OpenFiles, Transfer, Workers, portions
 from dflash.errors import CacheCorrupt
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()
@@ -51,12 +51,48 @@ def test_parts_are_filled_in_order_however_little_one_call_returns(path, sizes, 
     assert data == CONTENT[start : start + len(data)]
 
 
-def test_a_piecewise_checksum_is_that_of_the_whole(path, monkeypatch):
-    for chunk in (1, 7, 1000, 5000, 6000):
-        monkeypatch.setattr(io, "CHUNK_BYTES", chunk)
-        data = bytearray(4000)
-        assert OpenFile(path, len(CONTENT)).fill_checked([memoryview(data)], 900) == [crc32c.crc32c(data)]
-        assert data == CONTENT[900:4900]
+def transfer(starts, sizes) -> Transfer:
+    """To memory that holds the extents one after another."""
+    ends = np.cumsum(sizes).tolist()
+    begins = [end - size for end, size in zip(ends, sizes, strict=True)]
+    return Transfer(memoryview(bytearray(ends[-1])), starts, begins, ends)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90)), min_size=1, max_size=30),
+    st.sampled_from([1, 7, 100, 6000]),
+    st.booleans(),
+)
+def test_extents_arrive_whole_with_their_checksums_in_whatever_pieces(path, steps, chunk, checked):
+    starts, sizes, end = [], [], 0
+    for gap, size in steps:
+        starts.append(end + gap)
+        sizes.append(size)
+        end += gap + size
+    wanted = transfer(starts, sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io, "CHUNK_BYTES", chunk)
+        (portion,) = portions([0] * len(starts), starts, sizes)
+        crcs = OpenFile(path, len(CONTENT)).load(wanted, portion, checked=checked)
+    extents = [CONTENT[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    assert wanted.memory == b"".join(extents)
+    assert crcs == [crc32c.crc32c(extent) if checked else 0 for extent in extents]
+
+
+def test_an_extent_that_one_call_does_not_fill_is_read_on_and_errors_are_told(path, monkeypatch):
+    file, wanted = OpenFile(path, len(CONTENT)), transfer([900], [100])
+    whole = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: whole(file, [parts[0][:30]], at))
+    file.load(wanted, [(0, 1)], checked=True)
+    assert wanted.memory == CONTENT[900:1000]
+
+    def refuse(*_):
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    with pytest.raises(CacheCorrupt, match=r"cannot be read at byte 900 \(input/output error\)"):
+        file.load(wanted, [(0, 1)], checked=True)
 
 
 def test_reading_behind_the_end_says_where_the_file_ends(path):
@@ -71,31 +107,30 @@ def test_runs_are_whole_ordered_and_joined_only_inside_a_piece_of_the_file(steps
     for size, gap in steps:
         starts.append(starts[-1] + sizes[-1] + gap)
         sizes.append(size)
-    low, size = np.array(starts, np.int64), np.array(sizes, np.int64)
+    ends = [low + size for low, size in zip(starts, sizes, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io, "CHUNK_BYTES", 1000)
-        runs = neighbours(low, size)
-    high = low + size
-    assert [row for run in runs for row in range(run.start, run.stop)] == list(range(len(starts)))
-    for run in runs:
-        assert low[run][1:].tolist() == high[run][:-1].tolist()
-        assert run.stop - run.start == 1 or low[run][0] // 1000 == (high[run][-1] - 1) // 1000
-    for one, other in pairwise(runs):  # nothing is left apart that could be joined
-        begin, end = low[one.start], high[other.stop - 1] - 1
-        assert high[one.stop - 1] != low[other.start] or begin // 1000 != end // 1000
+        (runs,) = portions([0] * len(starts), starts, sizes)
+    assert [row for low, high in runs for row in range(low, high)] == list(range(len(starts)))
+    for low, high in runs:
+        assert starts[low + 1 : high] == ends[low : high - 1]
+        assert high - low == 1 or starts[low] // 1000 == (ends[high - 1] - 1) // 1000
+    for (low, behind), (_, high) in pairwise(runs):  # nothing is left apart that could be joined
+        assert ends[behind - 1] != starts[behind] or starts[low] // 1000 != (ends[high - 1] - 1) // 1000
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 900)), min_size=1, max_size=60))
 def test_portions_are_whole_ordered_and_of_one_file(extents):
-    files, sizes = np.array(sorted(extents), np.int64).T
+    files, sizes = zip(*sorted(extents), strict=True)
+    starts = (np.cumsum(sizes) - sizes).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io, "PORTION_BYTES", 1000)
-        parts = portions(files, sizes)
-    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(files)))
+        parts = [range(runs[0][0], runs[-1][1]) for runs in portions(files, starts, sizes)]
+    assert [row for part in parts for row in part] == list(range(len(files)))
     for part in parts:
-        assert len(set(files[part])) == 1
-        assert sizes[part][:-1].sum() < 1000
-    assert len(parts) <= len(set(files)) + sizes.sum() // 1000
+        assert len({files[row] for row in part}) == 1
+        assert sum(sizes[row] for row in part[:-1]) < 1000
+    assert len(parts) <= len(set(files)) + sum(sizes) // 1000
 
 
 @settings(max_examples=60, deadline=None)

@@ -77,6 +77,14 @@ def test_hidden_states_lie_in_the_buffer_that_was_given(finished):
         assert together.numel() == sum(len(s.input_ids) for s in samples) * IDENTITY.bytes_per_token
 
 
+def test_ids_and_masks_cannot_be_written_to_for_later_reads_would_see_it(finished):
+    with CacheReader(finished) as reader:
+        (sample,) = reader.read([3])
+        for array in (sample.input_ids, sample.loss_mask):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 0
+
+
 def test_rows_outside_the_index_are_refused(finished):
     with CacheReader(finished) as reader:
         for rows in ([24], [-1, 3]):

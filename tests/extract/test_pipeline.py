@@ -60,7 +60,7 @@ def test_the_cache_holds_the_full_targets_states_without_padding(config, target)
         before_norm.clear()
         with torch.inference_mode():
             states = model(
-                torch.from_numpy(sample.input_ids)[None].long(), output_hidden_states=True
+                torch.tensor(sample.input_ids, dtype=torch.long)[None], output_hidden_states=True
             ).hidden_states
         expected = torch.stack([states[1][0], states[3][0], before_norm[0][0]], dim=1)
         torch.testing.assert_close(sample.hidden_states, expected, rtol=1e-4, atol=1e-4)

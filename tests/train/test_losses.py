@@ -107,7 +107,7 @@ def test_the_teacher_is_the_target_itself(distilled) -> None:
     logits = target.head.logits(target.head.normed(states.flatten(0, 1))).unflatten(0, states.shape[:2])
     block = 0
     for doc in docs:
-        ids = torch.from_numpy(doc.sample.input_ids).long()
+        ids = torch.tensor(doc.sample.input_ids, dtype=torch.long)
         own, _ = target.forward(ids, target.new_cache(), keep_logits=len(ids))
         for anchor in doc.anchors.tolist():
             for k in (1, 2, 3):
