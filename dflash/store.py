@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dflash.errors import ConfigError, StoreError
@@ -62,6 +62,15 @@ def path_of_url(url: str) -> Path | None:
     return None
 
 
+class Listed(NamedTuple):
+    """What a listing tells of an object."""
+
+    size: int
+    """Bytes."""
+    written: int
+    """When, by the store's clock, in seconds since 1970."""
+
+
 class Store:
     """The objects below one URL, by keys such as `index/rank0-000000.arrow`.
 
@@ -76,7 +85,7 @@ class Store:
 
     def __init__(self, url: str, retry_s: float | None = None) -> None:
         self.url = url.rstrip("/")
-        self._retry_s = _seconds("DFLASH_STORE_RETRY_S", RETRY_S) if retry_s is None else retry_s
+        self.retry_s = _seconds("DFLASH_STORE_RETRY_S", RETRY_S) if retry_s is None else retry_s
         timeout_s = _seconds("DFLASH_STORE_TIMEOUT_S", TIMEOUT_S)
         try:
             import obstore
@@ -91,18 +100,30 @@ class Store:
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise ConfigError(f"{url}: {_first_line(error)}") from error
 
+    def listed(self, prefix: str = "") -> dict[str, Listed]:
+        """All objects whose key begins with the folder `prefix`.
+
+        Raises:
+            StoreError: the store does not answer, or refuses.
+        """
+
+        def found() -> dict[str, Listed]:
+            batches = self._obstore.list(self._reading, prefix or None)
+            return {
+                entry["path"]: Listed(entry["size"], int(entry["last_modified"].timestamp()))
+                for batch in batches
+                for entry in batch
+            }
+
+        return self._tried(f"list {self.url}/{prefix}", found)
+
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of all objects whose key begins with the folder `prefix`.
 
         Raises:
             StoreError: the store does not answer, or refuses.
         """
-
-        def listed() -> dict[str, int]:
-            batches = self._obstore.list(self._reading, prefix or None)
-            return {entry["path"]: entry["size"] for batch in batches for entry in batch}
-
-        return self._tried(f"list {self.url}/{prefix}", listed)
+        return {key: entry.size for key, entry in self.listed(prefix).items()}
 
     def read(self, key: str) -> bytes:
         """An object.
@@ -207,7 +228,7 @@ class Store:
                 if "404 Not Found" in str(error):  # of a listing: the bucket itself
                     raise StoreError(f"cannot {what}: there is no such bucket") from error
                 waited = time.monotonic() - started
-                if waited + pause > self._retry_s:
+                if waited + pause > self.retry_s:
                     raise StoreError(
                         f"cannot {what}: {_first_line(error)}; tried for {waited:.0f} s; "
                         "run the same command again when the store answers"

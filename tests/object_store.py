@@ -14,7 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+
+from dflash.cache import claim
 
 FAULTS = ("busy", "hang", "truncate", "drop", "lose answer")
 """503; no answer in time; half a body; the connection closed before and after the work is done."""
@@ -142,6 +147,11 @@ def proxy(behind: int) -> Iterator[Proxy]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def writers_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on it is so late that whoever has not released a cache in a store counts as dead."""
+    monkeypatch.setattr(claim, "time", SimpleNamespace(time=lambda: time.time() + claim.EXPIRY_S))
 
 
 def make_bucket(port: int, name: str) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from commandline import done, refused, run
+from object_store import writers_expire
 from safetensors.torch import load_file
 from support import write_cache, write_target
 from train.tiny_runs import LENGTHS
@@ -64,6 +71,7 @@ def test_extraction_whose_store_dies_midway_is_finished_by_another_machine(
         patch.setattr(store, "RETRY_S", 0.3)
         assert "run the same command again when the store answers" in refused(*extract, "--out", url)
     s3.reset()
+    writers_expire(monkeypatch)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "second"))
     assert 0 < json.loads(done("cache", "info", url, "--json"))["samples"] < 24
     assert "run the same `dflash extract`" in refused("train", "--cache", url, "--out", tmp_path / "run")
@@ -74,6 +82,72 @@ def test_extraction_whose_store_dies_midway_is_finished_by_another_machine(
     done(*extract, "--out", url)  # finished: nothing is written
     assert not [request for request in s3.requests if request.startswith("PUT")]
     assert "dtype: this 'float32', other 'bfloat16'" in refused(*extract, "--dtype", "float32", "--out", url)
+
+
+def started(tmp_path: Path, machine: str, *flags: object) -> subprocess.Popen[str]:
+    """The program in a process of its own, on a machine of this name."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dflash", *map(str, flags)],
+        env={**os.environ, FOLDER_VARIABLE: str(tmp_path / machine)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_of_two_machines_that_extract_to_one_url_at_a_time_one_does_it(extract, bucket, s3, tmp_path):
+    url, other_has_ended = f"{bucket}/cache", threading.Event()
+
+    def wait(method: str, path: str) -> None:
+        if method == "PUT" and "/index/" in path:
+            assert other_has_ended.wait(100)
+
+    s3.fault = wait
+    runs = [started(tmp_path, machine, *extract, "--out", url) for machine in ("one", "two")]
+    with ExitStack() as stack:
+        for run_ in runs:
+            stack.callback(run_.kill)
+        while all(run_.poll() is None for run_ in runs):
+            time.sleep(0.05)
+        other_has_ended.set()
+        said = [run_.communicate()[0] for run_ in runs]
+    assert sorted(run_.returncode for run_ in runs) == [0, 2], said
+    loser = said[[run_.returncode for run_ in runs].index(2)].strip().splitlines()[-1]
+    assert f"{url} is being written by" in loser
+    done("cache", "verify", url, "--deep")
+    done(*extract, "--out", tmp_path / "local")
+    assert everything(url) == everything(tmp_path / "local")
+
+
+def test_a_run_that_is_killed_is_gone_on_with_at_once_by_its_own_machine(
+    extract, bucket, s3, tmp_path, monkeypatch
+):
+    url, puts, second, killed = f"{bucket}/cache", [], threading.Event(), threading.Event()
+
+    def wait(method: str, path: str) -> None:
+        if method == "PUT" and "/index/" in path:
+            puts.append(path)
+            if len(puts) == 2:
+                second.set()
+                assert killed.wait(100)
+
+    s3.fault = wait
+    first = started(tmp_path, "one", *extract, "--out", url)
+    with ExitStack() as stack:
+        stack.callback(first.communicate)
+        stack.callback(killed.set)
+        stack.callback(first.kill)
+        assert second.wait(100)
+        monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "two"))
+        assert f"(process {first.pid}) since" in refused(*extract, "--out", url)
+        assert "is being written by" in refused("cache", "repair", url)
+    s3.reset()
+    assert "if it is dead run the same command again in" in refused(*extract, "--out", url)
+    again = started(tmp_path, "one", *extract, "--nproc", 2, "--out", url)  # ranks that commit in one order
+    assert again.communicate()[0]
+    assert again.returncode == 0
+    done("cache", "verify", url, "--deep")
+    assert len(everything(url)) == 24
 
 
 def test_training_from_a_url_takes_the_steps_of_training_from_the_folder(bucket, tmp_path, monkeypatch):

@@ -202,9 +202,23 @@ def encode_fragment(
         positions if column.name == "shard" else pa.array(columns[column.name], column.type)
         for column in SCHEMA
     ]
+    return _sealed(pa.RecordBatch.from_arrays(arrays, schema=schema))
+
+
+def renamed_fragment(data: bytes, name: str) -> bytes:
+    """A whole fragment under another name."""
+    with pa.ipc.open_stream(data) as stream:
+        batch = stream.read_next_batch()
+    blank = (_CHECKSUM_MARK + _CHECKSUM_BLANK).decode()
+    metadata = {**batch.schema.metadata, b"dflash.checksum": blank, b"dflash.fragment": name}
+    return _sealed(batch.replace_schema_metadata(metadata))
+
+
+def _sealed(batch: Any) -> bytes:
+    """The stream of a record batch in whose metadata the checksum is blank, with its checksum."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as stream:
-        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
     data = bytearray(sink.getvalue())
     at = data.index(_CHECKSUM_MARK) + len(_CHECKSUM_MARK)
     data[at : at + 8] = b"%08x" % crc32c.crc32c(data)

@@ -4,54 +4,48 @@
     <folder>/cache/                 manifest, index, head and tokenizer as in the store; of the shards, those
                                     that were read or written last, within a bound
     <folder>/copies/                an empty file for each shard in `cache/` that the store has too
-    <folder>/locks/                 so that several processes fetch a file once
+    <folder>/unsent/                commits on their way to the store
+    <folder>/locks/, writing        so that several processes fetch a file once, and one run writes
+    <folder>/machine                a random name, so that a later run knows an earlier one of this machine
 
 The store is what counts. A commit reaches it as it does a disk: first the shard, then the index fragment,
-both only where nothing of that name is there yet. Shards are fetched when they are read, checked against
-their digest when they arrive, and the ones unused longest make room.
+both only where nothing of that name is there yet, and only by the one run that may write (`claim`,
+`handover`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash.cache.index import FRAGMENT_SUFFIX, INDEX_FOLDER, fragment_path
+from dflash.cache.claim import Claim, claimed, locked
+from dflash.cache.copies import ShardCopies
+from dflash.cache.handover import UNSENT_FOLDER, Handover, is_commit
+from dflash.cache.index import FRAGMENT_SUFFIX, INDEX_FOLDER
 from dflash.cache.manifest import MANIFEST_NAME, TARGET_CONFIG_NAME, load_manifest
 from dflash.cache.parts import TOKENIZER_FOLDER, part_names
 from dflash.cache.planned import PLANNED_NAME
-from dflash.cache.shard import (
-    DATA_START,
-    SHARDS_FOLDER,
-    ShardLayout,
-    is_shard_name,
-    shard_digest,
-    unit_of,
-)
-from dflash.errors import CacheCorrupt, CacheError, StoreError
-from dflash.files import TMP_SUFFIX, publish_bytes, publish_json, size_of_file
+from dflash.cache.shard import SHARDS_FOLDER, is_shard_name
+from dflash.errors import CacheError
+from dflash.files import publish_bytes, publish_json, size_of_file
 from dflash.head import HEAD_NAME
 from dflash.provenance import RECORD_NAME
-from dflash.store import Store, is_url, path_of_url
+from dflash.store import Listed, Store, is_url, path_of_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 MARKER = "dflash-remote.json"
 FOLDER_VARIABLE = "DFLASH_LOCAL_CACHE"
 """Environment variable: where mirrors are; by default `mirrors` in `$DFLASH_HOME` or `~/.cache/dflash`."""
-BOUND_VARIABLE = "DFLASH_LOCAL_CACHE_GB"
-"""Environment variable: gigabytes of shards that one mirror keeps at most."""
-DEFAULT_BOUND_GB = 256.0
 _FETCHES = 4
 _SINGLE = (RECORD_NAME, TARGET_CONFIG_NAME, HEAD_NAME, PLANNED_NAME)
 _PARTS = re.compile(
@@ -83,6 +77,23 @@ def local_folder(place: str, *, pull: bool = True) -> Path:
     return mirror.cache
 
 
+@contextmanager
+def writing(cache: Path) -> Iterator[Mirror | None]:
+    """Be the one run that writes to a cache in an object store until the block ends; elsewhere nothing.
+
+    Raises:
+        CacheError: another run is writing, or there is no cache.
+        StoreError: the store does not answer, or refuses.
+    """
+    mirror = mirror_of(cache)
+    if mirror is None:
+        yield None
+        return
+    with mirror.writing():
+        mirror.pull()
+        yield mirror
+
+
 def mirror_of(cache: Path) -> Mirror | None:
     """The mirror whose folder this is; None for a cache of its own."""
     try:
@@ -105,8 +116,10 @@ class Mirror:
     def __init__(self, url: str, cache: Path) -> None:
         self.url, self.cache = url, cache
         self.store = Store(url)
-        self._bound = int(_bound_gb() * 1e9)
-        self._making_room = threading.Lock()
+        self.copies = ShardCopies(self.store, cache)
+        self.claim: Claim | None = None
+        self.commits: Handover | None = None
+        """Takes commits, once this process may write and has seen what is there."""
 
     @classmethod
     def at(cls, url: str) -> Mirror:
@@ -122,57 +135,117 @@ class Mirror:
             raise CacheError(f"cannot keep a mirror of {url}: {error}; set {FOLDER_VARIABLE}") from error
         return cls(url.rstrip("/"), folder / "cache")
 
-    def pull(self, *, writing: bool = False) -> None:
-        """Make manifest, index, head and tokenizer those of the store.
-
-        Commits that this machine has not handed over to the store yet are handed over when writing goes on,
-        unless others have committed since: then their samples may be there already, and they are dropped.
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be the one run that writes to this cache until the block ends.
 
         Raises:
-            CacheError: there is no cache in the store and none is going to be written.
+            CacheError: another run is writing; says who, since when and what to do.
             StoreError: the store does not answer, or refuses.
         """
-        try:  # before the listing: when it says complete, no fragment comes after it
+        folder = self.cache.parent
+        with locked(folder / "writing", self.url), claimed(self.store, _machine(folder)) as self.claim:
+            yield
+
+    def begin(self) -> None:
+        """Make what is no shard that of the store, if it has the cache, and get ready to commit.
+
+        What this machine has committed and not sent is sent, unless others have committed these samples.
+
+        Raises:
+            CacheError: another run has taken over.
+            StoreError: the store does not answer, or refuses.
+        """
+        try:
+            self._pull(self.store.read(MANIFEST_NAME), writing=True)
+        except FileNotFoundError:  # what is here is left of a cache that the store has no more
+            for folder in (self.cache, self.cache.parent / UNSENT_FOLDER):
+                shutil.rmtree(folder, ignore_errors=True)
+        self.commits = Handover(self.copies, self.held())
+        self.commits.send_waiting()
+
+    def join(self, number: int) -> None:
+        """Pull, and get ready to commit beside the rank that holds the claim of this number.
+
+        Raises:
+            CacheError: there is no cache in the store.
+            StoreError: the store does not answer, or refuses.
+        """
+        self.pull()
+        self.claim = Claim(self.store, number)
+        self.commits = Handover(self.copies, self.claim)
+
+    def held(self) -> Claim:
+        """The claim, once it is sure that it still holds.
+
+        Raises:
+            CacheError: another run has taken over.
+            StoreError: the store does not answer, or refuses.
+        """
+        if self.claim is None:
+            raise CacheError(f"{self.url} has changed since this command began; run it again")
+        self.claim.check()
+        return self.claim
+
+    def finished(self) -> bool:
+        """Whether the store has the cache and it is complete; what is no shard is here then.
+
+        Raises:
+            CacheCorrupt: its manifest is damaged.
+            StoreError: the store does not answer, or refuses.
+        """
+        try:
+            self._pull(self.store.read(MANIFEST_NAME))
+        except FileNotFoundError:
+            return False
+        return load_manifest(self.cache).complete
+
+    def pull(self) -> None:
+        """Make manifest, index, head and tokenizer those of the store.
+
+        Raises:
+            CacheError: there is no cache in the store.
+            StoreError: the store does not answer, or refuses.
+        """
+        try:
             manifest = self.store.read(MANIFEST_NAME)
         except FileNotFoundError as error:
-            if not writing:
-                raise CacheError(f"{self.url} is not a cache: it has no {MANIFEST_NAME}") from error
-            # What is here is left of a cache that the store has no more.
-            shutil.rmtree(self.cache, ignore_errors=True)
-            return
-        there = self.store.sizes()
-        here = {path.relative_to(self.cache).as_posix() for path in self.cache.glob(f"{INDEX_FOLDER}/*")}
-        unsent = sorted(name for name in here if _FRAGMENT.fullmatch(name) and name not in there)
-        # Some change their content; the others come and go as a whole.
-        wanted = [
-            name
-            for name, size in there.items()
-            if name in {RECORD_NAME, PLANNED_NAME}
-            or (
-                (_PARTS.fullmatch(name) or _FRAGMENT.fullmatch(name))
-                and size != size_of_file(self.cache / name)
-            )
-        ]
-        others_committed = any(_FRAGMENT.fullmatch(name) for name in wanted)
+            raise CacheError(f"{self.url} is not a cache: it has no {MANIFEST_NAME}") from error
+        self._pull(manifest)
+
+    def _pull(self, manifest: bytes, *, writing: bool = False) -> None:
+        """The rest; the manifest was read before, since when it says complete no fragment comes after it."""
+        # Before the listing: what another process of this machine commits is in the store first.
+        here = [path.relative_to(self.cache).as_posix() for path in self.cache.glob(f"{INDEX_FOLDER}/*")]
+        there = self.store.listed()
         with ThreadPoolExecutor(_FETCHES) as pool:
-            list(pool.map(self._pull_one, wanted))
+            list(pool.map(self._pull_one, self._changed(there)))
         self.cache.mkdir(exist_ok=True)
         publish_bytes(self.cache / MANIFEST_NAME, manifest)
-        # A process of this machine may be about to send one; a finished cache expects none any more.
-        finished = not writing and load_manifest(self.cache).complete
-        for name in unsent:
-            if writing and not others_committed:
-                self._send_again(name)
-            elif writing or finished:
-                self._drop(name)
+        # What the store does not have was taken out by a repair, or a tool is about to send it.
+        every = writing or load_manifest(self.cache).complete
+        for name in here:
+            if _FRAGMENT.fullmatch(name) and name not in there and (every or is_commit(name)):
+                (self.cache / name).unlink(missing_ok=True)
+
+    def _changed(self, there: Mapping[str, Listed]) -> Iterator[tuple[str, Listed]]:
+        """What has to be fetched; of the parts, which come and go as a whole, those of another size."""
+        for name, entry in there.items():
+            path = self.cache / name
+            if name in {RECORD_NAME, PLANNED_NAME} or (
+                (_PARTS.fullmatch(name) and size_of_file(path) != entry.size)
+                or (_FRAGMENT.fullmatch(name) and not _is_same(path, entry))
+            ):
+                yield name, entry
 
     def push_parts(self) -> None:
         """Send manifest, head, tokenizer and the rest that is no shard and no index.
 
         Raises:
-            CacheError: another process has begun a cache there since this one looked.
+            CacheError: another run has taken over, or has begun a cache there since this one looked.
             StoreError: the store does not answer, or refuses.
         """
+        self.held()
         manifest = (self.cache / MANIFEST_NAME).read_bytes()
         if MANIFEST_NAME not in self.store.sizes():
             try:
@@ -189,14 +262,17 @@ class Mirror:
         """Replace a file in the store, usually the manifest, by the local one.
 
         Raises:
+            CacheError: another run has taken over.
             StoreError: the store does not answer, or refuses.
         """
+        self.held()
         self.store.replace(name, (self.cache / name).read_bytes())
 
     def push_repaired(self, committed: Iterable[str]) -> None:
         """Make the store's index and parts those that a repair has left, and remove what nothing commits.
 
         Raises:
+            CacheError: another run has taken over.
             StoreError: the store does not answer, or refuses.
         """
         self.push_file()
@@ -210,23 +286,6 @@ class Mirror:
                 self.store.replace(name, (self.cache / name).read_bytes())
         self.sweep(committed)
 
-    def commit(self, shard: str, fragment: str) -> None:
-        """Send a shard and then the index fragment that commits it; then make room.
-
-        Raises:
-            FileExistsError: another writer has written one of that name; neither counts as this one's.
-            StoreError: the store does not answer, or refuses.
-        """
-        self.store.create(shard, self.cache / shard)
-        path = fragment_path(self.cache, fragment)
-        self.store.create(f"{INDEX_FOLDER}/{path.name}", path.read_bytes())
-        self._copy_of(shard).touch()
-        self._make_room({shard})
-
-    def taken_units(self) -> list[str]:
-        """Names of all shards and fragments in the store, committed or not."""
-        return [name.rpartition("/")[2] for name in self.store.sizes() if not _PARTS.fullmatch(name)]
-
     def shard_sizes(self) -> dict[str, int]:
         """Bytes of the shards in the store."""
         return {name: size for name, size in self.store.sizes(SHARDS_FOLDER).items() if is_shard_name(name)}
@@ -238,163 +297,27 @@ class Mirror:
             self.store.remove(name)
         return rubbish
 
-    def fetch(self, shards: Iterable[tuple[ShardLayout, str]]) -> None:
-        """Make sure that these shards, each with its digest, are here; several are fetched at a time.
-
-        Raises:
-            CacheCorrupt: a shard is missing in the store, or damaged there: it was fetched twice.
-            StoreError: the store does not answer, or refuses.
-        """
-        wanted = list(shards)
-        missing = [(layout, digest) for layout, digest in wanted if not self._touch(layout.name)]
-        if not missing:
-            return
-        with ThreadPoolExecutor(_FETCHES) as pool:
-            list(pool.map(self._fetch_one, *zip(*missing, strict=True)))
-        self._make_room({layout.name for layout, _ in wanted})
-
-    def forget(self, name: str) -> None:
-        """Remove the local copy of a shard that turned out to be bad: the next read fetches it again."""
-        self._copy_of(name).unlink(missing_ok=True)
-
-    def fetch_ahead(self, shards: Iterable[tuple[ShardLayout, str]], stop: threading.Event) -> None:
-        """Fetch shards in this order until the bound is reached or `stop` is set; errors wait for the reader.
-
-        For a thread beside training. What is needed before its turn is fetched by the read that needs it.
-        """
-        total = sum(size_of_file(path) for path in self._shard_paths())
-        for layout, digest in shards:
-            if stop.is_set():
-                return
-            if self._touch(layout.name):
-                continue
-            total += layout.file_size
-            if total > self._bound:
-                return
-            try:
-                self._fetch_one(layout, digest)
-            except StoreError:
-                return
-            except CacheError:
-                total -= layout.file_size
-
-    def _fetch_one(self, layout: ShardLayout, digest: str) -> None:
-        path = self.cache / layout.name
-        with self._locked(layout.name):
-            if self._touch(layout.name):  # another process was faster
-                return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for attempt in (1, 2):
-                tmp = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}{TMP_SUFFIX}")
-                try:
-                    problem = self._arrived(layout, digest, tmp)
-                    if problem is None:
-                        tmp.replace(path)
-                        self._copy_of(layout.name).touch()
-                        return
-                finally:
-                    tmp.unlink(missing_ok=True)
-                if attempt == 2:
-                    raise CacheCorrupt(
-                        f"{self.url}/{layout.name}: {problem}, twice; run `dflash cache repair {self.url}`, "
-                        "then `dflash extract` again"
-                    )
-
-    def _arrived(self, layout: ShardLayout, digest: str, tmp: Path) -> str | None:
-        """Fetch a shard to `tmp`; what is wrong with it."""
-        try:
-            self.store.download(layout.name, tmp, layout.file_size)
-        except FileNotFoundError:
-            return "missing though its samples were committed"
-        return arrival_problem(tmp, layout, digest)
-
-    def _pull_one(self, name: str) -> None:
+    def _pull_one(self, wanted: tuple[str, Listed]) -> None:
+        name, entry = wanted
         path = self.cache / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with self._locked(name):
+        with self.copies.locked(name):
             publish_bytes(path, self.store.read(name))
-
-    def _send_again(self, fragment: str) -> None:
-        """Hand a commit over that the store does not have; without its shard it is no commit any more."""
-        shard = self._shard_of(fragment)
-        if shard is None:
-            self._drop(fragment)
-        else:
-            self.commit(shard.relative_to(self.cache).as_posix(), _unit(fragment))
-
-    def _drop(self, fragment: str) -> None:
-        """Take back a commit that the store does not have."""
-        shard = self._shard_of(fragment)
-        (self.cache / fragment).unlink(missing_ok=True)
-        if shard is not None:
-            shard.unlink(missing_ok=True)
-
-    def _shard_of(self, fragment: str) -> Path | None:
-        """The shard that a fragment of one shard commits, if it is here."""
-        return next((path for path in self._shard_paths() if unit_of(path.name) == _unit(fragment)), None)
-
-    def _shard_paths(self) -> list[Path]:
-        paths = (self.cache / SHARDS_FOLDER).glob("*/*")
-        return [path for path in paths if is_shard_name(path.relative_to(self.cache).as_posix())]
-
-    def _touch(self, name: str) -> bool:
-        """Whether a copy of a shard is here; it counts as used now."""
-        try:
-            os.utime(self.cache / name)
-        except FileNotFoundError:
-            return False
-        return self._copy_of(name).exists()
-
-    def _copy_of(self, name: str) -> Path:
-        """The file that says that a local shard is a copy of one in the store."""
-        folder = self.cache.parent / "copies"
-        folder.mkdir(exist_ok=True)
-        return folder / name.replace("/", "--")
-
-    def _make_room(self, keep: set[str]) -> None:
-        """Remove the copies of shards unused longest, down to the bound, but none of those in `keep`."""
-        with self._making_room:
-            found = [(path, path.stat()) for path in self._shard_paths() if path.exists()]
-            excess = sum(stat.st_size for _, stat in found) - self._bound
-            for path, stat in sorted(found, key=lambda item: item[1].st_mtime):
-                if excess <= 0:
-                    return
-                name = path.relative_to(self.cache).as_posix()
-                if name not in keep and self._copy_of(name).exists():
-                    self._copy_of(name).unlink(missing_ok=True)
-                    path.unlink(missing_ok=True)
-                    excess -= stat.st_size
-
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """Only one process of this machine at a time fetches an object."""
-        folder = self.cache.parent / "locks"
-        folder.mkdir(exist_ok=True)
-        with (folder / name.replace("/", "--")).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            os.utime(path, (entry.written, entry.written))
 
 
-def arrival_problem(path: Path, layout: ShardLayout, digest: str) -> str | None:
-    """What is wrong with a shard that has just been fetched; its size is right."""
-    with path.open("rb", buffering=0) as file:
-        if file.read(DATA_START) != layout.header():
-            return "its header is not that of the committed shard"
-        if digest and shard_digest(file) != digest:
-            return "its bytes have changed, they do not fit its digest"
-    return None
-
-
-def _unit(fragment: str) -> str:
-    return Path(fragment).name.removesuffix(FRAGMENT_SUFFIX)
-
-
-def _bound_gb() -> float:
-    text = os.environ.get(BOUND_VARIABLE, "")
+def _is_same(path: Path, entry: Listed) -> bool:
+    """Whether a local fragment is that of the store: after a repair another may have its name and size."""
     try:
-        value = float(text) if text else DEFAULT_BOUND_GB
-    except ValueError:
-        value = 0.0
-    if value <= 0:
-        raise CacheError(f"{BOUND_VARIABLE}={text!r} is not a number of gigabytes above 0")
-    return value
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return (found.st_size, int(found.st_mtime)) == entry
+
+
+def _machine(folder: Path) -> str:
+    """What names a mirror's folder among those of all machines."""
+    path = folder / "machine"
+    with suppress(FileExistsError):
+        publish_bytes(path, uuid.uuid4().hex.encode(), replace=False)
+    return path.read_text()

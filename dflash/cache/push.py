@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 from dflash.cache.index import fragment_paths, load_index
 from dflash.cache.manifest import MANIFEST_NAME, load_manifest
-from dflash.cache.mirror import mirror_of
+from dflash.cache.mirror import Mirror, mirror_of
 from dflash.cache.parts import part_names
 from dflash.errors import CacheError
 from dflash.progress import Progress
-from dflash.store import Store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from dflash.cache.shard import ShardLayout
+    from dflash.store import Store
 
 
 def push_cache(cache: Path, url: str, *, show: bool = True) -> int:
@@ -30,34 +33,45 @@ def push_cache(cache: Path, url: str, *, show: bool = True) -> int:
         Bytes of the shards.
 
     Raises:
-        CacheError: the store holds something else there.
+        CacheError: the store holds something else there, or another run is writing.
         StoreError: the store does not answer, or refuses.
     """
-    store, manifest = Store(url), load_manifest(cache)
-    layouts, sizes = load_index(cache, manifest).layouts, store.sizes()
+    mirror, layouts = Mirror.at(url), load_index(cache, load_manifest(cache)).layouts
     try:
-        with Progress(
-            "push", sum(layout.file_size for layout in layouts) >> 20, "MiB", enabled=show
-        ) as progress:
-            for layout in layouts:
-                if sizes.get(layout.name) != layout.file_size:
-                    store.create(layout.name, cache / layout.name)
-                progress.advance(layout.file_size >> 20)
-        for path in fragment_paths(cache):
-            store.create(path.relative_to(cache).as_posix(), path.read_bytes())
-        for name in part_names(cache):
-            store.create(name, (cache / name).read_bytes())
-        store.create(MANIFEST_NAME, (cache / MANIFEST_NAME).read_bytes())
+        with mirror.writing():
+            _send(cache, mirror.store, layouts, show=show)
+            mirror.held()
+            mirror.store.create(MANIFEST_NAME, (cache / MANIFEST_NAME).read_bytes())
     except FileExistsError as error:
         raise CacheError(f"{error.filename} holds something else; choose an empty place") from error
     return sum(layout.file_size for layout in layouts)
+
+
+def _send(cache: Path, store: Store, layouts: Sequence[ShardLayout], *, show: bool) -> None:
+    """Send all but the manifest.
+
+    Raises:
+        FileExistsError: the store holds another cache there, or other bytes.
+    """
+    sizes, manifest = store.sizes(), (cache / MANIFEST_NAME).read_bytes()
+    if MANIFEST_NAME in sizes:
+        store.create(MANIFEST_NAME, manifest)  # refuses before anything is sent
+    with Progress("push", sum(layout.file_size for layout in layouts) >> 20, "MiB", enabled=show) as progress:
+        for layout in layouts:
+            if sizes.get(layout.name) != layout.file_size:
+                store.create(layout.name, cache / layout.name)
+            progress.advance(layout.file_size >> 20)
+    for path in fragment_paths(cache):
+        store.create(path.relative_to(cache).as_posix(), path.read_bytes())
+    for name in part_names(cache):
+        store.create(name, (cache / name).read_bytes())
 
 
 def push_made(cache: Path) -> None:
     """Send a cache that has just been made in the folder of a mirror to its store; nothing for other folders.
 
     Raises:
-        CacheError: the store holds something else there.
+        CacheError: the store holds something else there, or another run is writing.
         StoreError: the store does not answer, or refuses.
     """
     mirror = mirror_of(cache)

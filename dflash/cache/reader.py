@@ -156,7 +156,7 @@ class CacheReader:
             if self._mirror is None:
                 raise
             # The local copy has gone bad, or another process took it away: once more from the store.
-            self._mirror.forget(self.index.layouts[shard].name)
+            self._mirror.copies.forget(self.index.layouts[shard].name)
             self._shards.forget(shard)
             self.fetch([shard])
             self._shards.get(shard).read(batch, portion, checked=self._checked)
@@ -197,7 +197,7 @@ class CacheReader:
             StoreError: the store does not answer, or refuses.
         """
         if self._mirror is not None:
-            self._mirror.fetch((self.index.layouts[n], self.index.digests[n]) for n in shards)
+            self._mirror.copies.fetch((self.index.layouts[n], self.index.digests[n]) for n in shards)
 
     def refresh(self) -> None:
         """Bring the folder of a cache in an object store up to date, where others may have committed since.
@@ -213,7 +213,7 @@ class CacheReader:
         if self._mirror is not None:
             self._closing.clear()
             shards = zip(self.index.layouts, self.index.digests, strict=True)
-            work, stop = self._mirror.fetch_ahead, self._closing
+            work, stop = self._mirror.copies.fetch_ahead, self._closing
             threading.Thread(target=work, args=(shards, stop), name="fetch-ahead", daemon=True).start()
 
     def _open(self, number: int) -> _Shard:

@@ -28,7 +28,7 @@ from dflash.cache.manifest import (
     load_manifest,
     save_manifest,
 )
-from dflash.cache.mirror import mirror_of
+from dflash.cache.mirror import writing
 from dflash.cache.parts import TOKENIZER_FOLDER
 from dflash.cache.scan import Fault, short
 from dflash.cache.shard import SHARDS_FOLDER
@@ -96,17 +96,24 @@ def repair(cache: Path, *, deep: bool = True, jobs: int = 1, show: bool = True) 
         show: Whether to show progress.
 
     Raises:
-        CacheError: `cache` is not a cache, or cannot be written.
+        CacheError: `cache` is not a cache, cannot be written, or another run is writing to its store.
     """
     try:
-        manifest = _manifest_of(cache)
-        if isinstance(manifest, Fault):
-            return _without_manifest(cache, manifest)
-        index, faults, _ = verify_loaded(cache, manifest, deep=deep, jobs=jobs, show=show)
-        made_by = f"`dflash cache {manifest.derived}`" if manifest.derived else "the same `dflash extract`"
-        if not faults:
-            return RepairReport(cache, (), None, (), 0, made_by)
-        return _repaired(cache, manifest, index, faults, made_by)
+        with writing(cache) as mirror:
+            manifest = _manifest_of(cache)
+            if isinstance(manifest, Fault):
+                return _without_manifest(cache, manifest)
+            index, faults, _ = verify_loaded(cache, manifest, deep=deep, jobs=jobs, show=show)
+            made_by = (
+                f"`dflash cache {manifest.derived}`" if manifest.derived else "the same `dflash extract`"
+            )
+            if not faults:
+                return RepairReport(cache, (), None, (), 0, made_by)
+            report = _repaired(cache, manifest, index, faults, made_by)
+            if mirror is not None:
+                committed = load_index(cache, load_manifest(cache)).layouts
+                mirror.push_repaired(layout.name for layout in committed)
+            return report
     except OSError as error:
         raise CacheError(f"cannot repair {cache}: {error}; nothing is lost, run the command again") from error
 
@@ -155,8 +162,6 @@ def _repaired(
         if name not in bad and _without_shards(cache, manifest, aside, path, bad_shards):
             moved.add(name)
     _move(cache, aside, moved - parts)
-    if (mirror := mirror_of(cache)) is not None:
-        mirror.push_repaired(layout.name for layout in load_index(cache, load_manifest(cache)).layouts)
     gone = manifest.expected_samples - (len(index) - len(lost)) if manifest.complete else len(lost)
     return RepairReport(cache, tuple(faults), aside, tuple(lost.tolist()), max(gone - len(lost), 0), made_by)
 

@@ -180,8 +180,8 @@ def _stored_shard_fault(
         problem = f"{sizes.get(layout.name, 'no')} bytes, committed with {layout.file_size:,}"
     if not sizes:
         try:
-            mirror.forget(layout.name)  # the store is asked, not the copy that is here
-            mirror.fetch([(layout, index.digests[number])])
+            mirror.copies.forget(layout.name)  # the store is asked, not the copy that is here
+            mirror.copies.fetch([(layout, index.digests[number])])
         except CacheCorrupt as error:
             problem = short(error, f"{mirror.url}/{layout.name}")
     return None if problem is None else Fault(layout.name, problem, layout.samples)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from dflash.cache.mirror import Mirror
+    from dflash.cache.handover import Handover
 
 __all__ = ["CacheWriter", "Sample", "create_cache", "finalize", "sweep_uncommitted"]
 
@@ -64,7 +64,7 @@ class CacheWriter:
         manifest: What `create_cache` returned.
         writer: Plain name that no other running writer of this cache has, e.g. `"rank0"`; names the units.
         shard_bytes: Size of stored hidden states at which a shard is committed.
-        mirror: The folder's, where the cache is in an object store: a commit is handed over to it at once.
+        handover: Of the folder's mirror, where the cache is in an object store: commits go there at once.
 
     Raises:
         CacheError: the name is not plain, or the folder cannot be written.
@@ -76,10 +76,10 @@ class CacheWriter:
         manifest: Manifest,
         writer: str,
         shard_bytes: int = SHARD_BYTES,
-        mirror: Mirror | None = None,
+        handover: Handover | None = None,
     ) -> None:
         self.cache, self.manifest, self.writer, self.shard_bytes = cache, manifest, writer, shard_bytes
-        self._mirror = mirror
+        self._handover = handover
         shard_name(manifest.identity.max_length, f"{writer}-000000")  # refuses a bad name before any work
         self._codec = codec_of(manifest)
         self._open: dict[int, tuple[ShardStream, str, list[IndexRow]]] = {}
@@ -87,7 +87,7 @@ class CacheWriter:
         with self._guarded():
             _make_folder(cache / INDEX_FOLDER)
             _make_folder(cache / SHARDS_FOLDER)
-            self._next_unit = _first_free_unit(cache, writer, mirror.taken_units() if mirror else [])
+            self._next_unit = _first_free_unit(cache, writer)
 
     def __enter__(self) -> Self:
         return self
@@ -153,10 +153,14 @@ class CacheWriter:
         layout = ShardLayout(
             shard_name(edge, unit), self.manifest, edge, stream.samples, stream.tokens, stream.coded_bytes
         )
-        commit_shard(self.cache, stream, layout, rows, unit)
+        if self._handover is None:
+            commit_shard(self.cache, stream, layout, rows, unit)
+            del self._open[bucket]
+            return
+        digest = _finish_shard(self.cache, stream, layout)
+        self._handover.keep(unit, fragment_bytes(layout, rows, unit, digest))
         del self._open[bucket]
-        if self._mirror is not None:
-            self._mirror.commit(layout.name, unit)
+        self._handover.send(unit)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -197,9 +201,15 @@ def commit_shard(
     Raises:
         FileExistsError: the shard or the fragment is there already.
     """
+    digest = _finish_shard(cache, stream, layout)
+    publish_bytes(fragment_path(cache, unit), fragment_bytes(layout, rows, unit, digest), replace=False)
+
+
+def _finish_shard(cache: Path, stream: ShardStream, layout: ShardLayout) -> str:
+    """Give a shard its name; its digest."""
     digest = stream.finish(layout)
     publish(cache / layout.name, stream.path.replace, replace=False)
-    publish_bytes(fragment_path(cache, unit), fragment_bytes(layout, rows, unit, digest), replace=False)
+    return digest
 
 
 def finalize(cache: Path, bad: Sequence[BadSample] = (), sizes: Mapping[str, int] | None = None) -> Manifest:
@@ -270,12 +280,11 @@ def _make_folder(path: Path) -> None:
         fsync_path(path.parent)
 
 
-def _first_free_unit(cache: Path, writer: str, elsewhere: Sequence[str]) -> int:
+def _first_free_unit(cache: Path, writer: str) -> int:
     """One more than the last unit of this writer's name, committed or not: nothing is ever replaced."""
     unit = re.compile(
         rf"{re.escape(writer)}-([0-9]{{6,}})({re.escape(FRAGMENT_SUFFIX)}|{re.escape(SHARD_SUFFIX)})"
     )
     paths = [*(cache / INDEX_FOLDER).iterdir(), *(cache / SHARDS_FOLDER).glob("*/*")]
-    names = [*(path.name for path in paths), *elsewhere]
-    numbers = [int(match[1]) for name in names if (match := unit.fullmatch(name))]
+    numbers = [int(match[1]) for path in paths if (match := unit.fullmatch(path.name))]
     return max(numbers, default=-1) + 1

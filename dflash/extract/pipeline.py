@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,18 @@ import numpy as np
 from dflash.board import Board
 from dflash.cache.index import load_index
 from dflash.cache.manifest import BadSample, Manifest, bucket_of, load_manifest
-from dflash.cache.mirror import mirror_of
+from dflash.cache.mirror import Mirror, mirror_of
 from dflash.cache.planned import PLANNED_NAME, Planned, save_planned
 from dflash.cache.sizes import bytes_per_token
 from dflash.cache.speeds import save_speeds
-from dflash.cache.writer import CacheWriter, finalize
+from dflash.cache.writer import CacheWriter
 from dflash.dist import device_of
 from dflash.errors import CacheMismatch, RankFailed, TargetError
 from dflash.extract.capture import Capturer, InFlight
 from dflash.extract.corpus import load_corpus
 from dflash.extract.plan import Unit, batches_of, mixed_order, pad_share, plan_units, remaining
 from dflash.extract.prepare import prepare
+from dflash.extract.remote import claim_of, finalized, may_write, writer_name
 from dflash.extract.replica import Replica, ReplicaTarget
 from dflash.extract.report import ExtractReport
 from dflash.extract.settings import ExtractConfig
@@ -68,29 +68,31 @@ def extract(config: ExtractConfig, world: World) -> ExtractReport:
         RankFailed: another rank failed; its own error says why.
     """
     replica = Replica(world, config.tp)
-    with replica.joined("extract") as board, board.telling_failure():
-        corpus, manifest = _prepared(config, world, board)
-        units = _units(config, corpus, manifest, board)
+    mirror = mirror_of(config.out)
+    with (
+        replica.joined("extract") as board,
+        board.telling_failure(),
+        may_write(mirror, board, append=config.append),
+    ):
+        corpus, manifest = _prepared(config, mirror, board)
+        units = _units(config, corpus, manifest, mirror, board)
         with stop_signals() as stop:
-            run = _Run(config, corpus, manifest, board, stop, replica)
+            run = _Run(config, corpus, manifest, mirror, board, stop, replica)
             return _conclude(run, units, _work(run, units))
 
 
-def _prepared(config: ExtractConfig, world: World, board: Board) -> tuple[TokenizedCorpus, Manifest]:
+def _prepared(config: ExtractConfig, mirror: Mirror | None, board: Board) -> tuple[TokenizedCorpus, Manifest]:
     tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
-    mirror = mirror_of(config.out)
-    if world.is_main:
+    if board.world.is_main:
         corpus = load_corpus(config.corpus, tokenizer)
-        if mirror is not None:
-            mirror.pull(writing=True)
         manifest = prepare(config, tokenizer, corpus)
         if mirror is not None and not manifest.complete:
             mirror.push_parts()
-        board.meet("prepared")
+        board.shared("prepared", lambda: claim_of(mirror))
         return corpus, manifest
-    board.meet("prepared")  # the main rank has kept the tokens by now
+    claim = board.shared("prepared", lambda: 0)  # the main rank has kept the tokens by now
     if mirror is not None:
-        mirror.pull()
+        mirror.join(claim)
     corpus, manifest = load_corpus(config.corpus, tokenizer, show=False), load_manifest(config.out)
     if corpus.digest not in manifest.corpora:
         raise CacheMismatch(
@@ -100,7 +102,9 @@ def _prepared(config: ExtractConfig, world: World, board: Board) -> tuple[Tokeni
     return corpus, manifest
 
 
-def _units(config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, board: Board) -> list[Unit]:
+def _units(
+    config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, mirror: Mirror | None, board: Board
+) -> list[Unit]:
     """What is not yet committed; the same on every rank."""
     index = load_index(config.out, manifest)
     done = np.concatenate([index.ids, np.array([bad.id for bad in manifest.bad], np.uint64)])
@@ -111,7 +115,6 @@ def _units(config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, b
     batches = remaining(batches, corpus.ids, done)
     if board.world.is_main and batches:
         owed = corpus.lengths[np.concatenate(batches)]
-        mirror = mirror_of(config.out)
         if mirror is None:  # a mirror keeps within its bound by itself
             check_space(config.out, owed, per_token, force=config.force)
         save_planned(config.out, Planned.of(np.concatenate([index.lengths, owed]), edges))
@@ -142,6 +145,7 @@ class _Run:
     config: ExtractConfig
     corpus: TokenizedCorpus
     manifest: Manifest
+    mirror: Mirror | None
     board: Board
     stop: StopFlag
     replica: Replica
@@ -267,13 +271,13 @@ def _extract_units(
     show: Callable[[str], None],
     done: _Done,
 ) -> None:
-    config, world = run.config, run.board.world
+    mirror = run.mirror
+    name = writer_name(mirror, run.board.world.rank)
+    handover = None if mirror is None else mirror.commits
     capturer = Capturer(target, run.corpus)
     note = "packed" if target.packed else f"{pad_share(units):.1%} padding"
     with (
-        CacheWriter(
-            config.out, run.manifest, f"rank{world.rank}", _NO_LIMIT, mirror_of(config.out)
-        ) as writer,
+        CacheWriter(run.config.out, run.manifest, name, _NO_LIMIT, handover) as writer,
         Sink(writer) as sink,
     ):
 
@@ -327,7 +331,7 @@ def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
     stopped = board.stop_asked() if sum(one.samples for one in ranks) + len(bad) < owed else None
 
     def finish() -> dict[str, Any]:
-        manifest = load_manifest(config.out) if stopped else _finalized(config.out, bad)
+        manifest = load_manifest(config.out) if stopped else finalized(config.out, run.mirror, bad)
         save_speeds(config.out, _speeds(ranks))
         layouts = load_index(config.out, manifest).layouts
         return {
@@ -350,21 +354,6 @@ def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
         stopped=stopped,
         **board.shared("cache", finish),
     )
-
-
-def _finalized(cache: Path, bad: Sequence[BadSample]) -> Manifest:
-    """The manifest of the finished cache; one in an object store learns of it last."""
-    mirror = mirror_of(cache)
-    if mirror is None:
-        return finalize(cache, bad)
-    mirror.pull()  # what ranks on other machines have committed
-    before = load_manifest(cache)
-    manifest = finalize(cache, bad, mirror.shard_sizes())
-    if manifest == before:
-        return manifest
-    mirror.push_file()
-    mirror.sweep(layout.name for layout in load_index(cache, manifest).layouts)
-    return manifest
 
 
 def _speeds(ranks: Sequence[_Done]) -> dict[int, float]:

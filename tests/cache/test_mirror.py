@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 from cache_samples import IDENTITY, bits, make_manifest, make_samples, same_samples, write_cache
-from object_store import FAULTS
+from object_store import FAULTS, writers_expire
 
 from dflash.cache.growing import GrowingCache
 from dflash.cache.info import cache_info
-from dflash.cache.manifest import MANIFEST_NAME, create_cache, load_manifest
+from dflash.cache.manifest import MANIFEST_NAME, create_cache
 from dflash.cache.mirror import FOLDER_VARIABLE, Mirror, local_folder, mirror_of
 from dflash.cache.push import push_cache
 from dflash.cache.reader import CacheReader, committed_ids
 from dflash.cache.repair import repair
 from dflash.cache.verify import verify
-from dflash.cache.writer import CacheWriter, finalize, sweep_uncommitted
+from dflash.cache.writer import CacheWriter, sweep_uncommitted
 from dflash.errors import CacheCorrupt, CacheError, CacheMismatch, StoreError
+from dflash.extract.remote import finalized, writer_name
 
 SAMPLES = make_samples(24)
 
@@ -139,21 +140,21 @@ def test_reading_goes_through_a_store_that_fails_now_and_then(url, s3, fault):
     assert same_samples(read_all(url), SAMPLES)
 
 
-def write(url: str, samples, writer: str = "rank0") -> Path:
+def write(url: str, samples) -> Path:
     """Extraction's part of the work: join the cache, write what is missing, complete it when nothing is."""
     mirror = mirror_of(local_folder(url, pull=False))
-    mirror.pull(writing=True)
-    manifest = create_cache(mirror.cache, make_manifest(len(SAMPLES)))
-    sweep_uncommitted(mirror.cache)
-    mirror.push_parts()
-    done = set(committed_ids(mirror.cache).tolist())
-    with CacheWriter(mirror.cache, manifest, writer, 400, mirror) as out:
-        for sample in samples:
-            if sample.id not in done:
-                out.write(sample)
-    if len(committed_ids(mirror.cache)) == len(SAMPLES):
-        finalize(mirror.cache, (), mirror.shard_sizes())
-        mirror.push_file()
+    with mirror.writing():
+        mirror.begin()
+        manifest = create_cache(mirror.cache, make_manifest(len(SAMPLES)))
+        sweep_uncommitted(mirror.cache)
+        mirror.push_parts()
+        done = set(committed_ids(mirror.cache).tolist())
+        with CacheWriter(mirror.cache, manifest, writer_name(mirror, 0), 400, mirror.commits) as out:
+            for sample in samples:
+                if sample.id not in done:
+                    out.write(sample)
+        if len(committed_ids(mirror.cache)) == len(SAMPLES):
+            finalized(mirror.cache, mirror, ())
     return mirror.cache
 
 
@@ -191,6 +192,7 @@ def test_a_store_that_goes_away_after_any_request_loses_nothing(s3, bucket, tmp_
     s3.reset()
     if puts % 2:
         other_machine(monkeypatch, tmp_path / "second")
+        writers_expire(monkeypatch)
     write(url, SAMPLES)
     other_machine(monkeypatch, tmp_path / "third")
     assert same_samples(read_all(url), SAMPLES)
@@ -207,21 +209,30 @@ def test_commits_that_never_reached_the_store_give_way_to_what_others_did(s3, bu
     s3.reset()
     first = tmp_path / "mirrors"
     other_machine(monkeypatch, tmp_path / "second")
+    writers_expire(monkeypatch)
     write(url, SAMPLES[::-1])
     other_machine(monkeypatch, first)
     assert same_samples(read_all(url), SAMPLES)
 
 
-def test_looking_at_a_cache_takes_nothing_from_the_process_that_writes_it(s3, bucket):
+def test_looking_at_a_cache_takes_nothing_from_the_process_that_writes_it(s3, bucket, monkeypatch):
     url = f"{bucket}/cache"
-    cache = write(url, SAMPLES[:4])
-    with CacheWriter(cache, load_manifest(cache), "rank0", 400) as out:  # committed here, not sent yet
-        out.write(SAMPLES[9])
+    write(url, SAMPLES[:4])
+    s3.fault = lambda method, path: "drop" if method == "PUT" and "/commit-" in path else None
+    with monkeypatch.context() as patch:
+        patch.setattr("dflash.store.RETRY_S", 0.3)
+        with pytest.raises(StoreError):
+            write(url, SAMPLES[:6])  # the fifth is on the disk and cannot be committed
+    s3.reset()
+    cache = local_folder(url)
     unsent = set(copies(cache))
-    assert SAMPLES[9].id in committed_ids(local_folder(url)).tolist()
+    assert len(committed_ids(cache)) == 4
     assert set(copies(cache)) == unsent
-    assert Mirror.at(url).pull(writing=True) is None
-    assert len(Mirror.at(url).shard_sizes()) == len(unsent)
+    s3.requests.clear()
+    write(url, SAMPLES[:6])
+    sent = [key for key in s3.requests if key.startswith("PUT") and "/shards/" in key]
+    assert len(sent) == 2  # the one that was there, and the one that had to be made
+    assert len(committed_ids(local_folder(url))) == 6
 
 
 def test_following_sees_what_another_machine_commits(s3, bucket, tmp_path, monkeypatch):
@@ -243,37 +254,21 @@ def test_following_sees_what_another_machine_commits(s3, bucket, tmp_path, monke
     assert same_samples(samples, SAMPLES)
 
 
-def test_two_writers_of_one_name_cannot_both_commit(s3, bucket, tmp_path, monkeypatch):
-    url = f"{bucket}/cache"
-    write(url, SAMPLES[:2])
-    one = mirror_of(local_folder(url))
-    other_machine(monkeypatch, tmp_path / "second")
-    two = mirror_of(local_folder(url))
-    manifest = load_manifest(one.cache)
-    writers = [CacheWriter(mirror.cache, manifest, "rank0", 400, mirror) for mirror in (one, two)]
-    for writer, sample in zip(writers, (SAMPLES[7], SAMPLES[8]), strict=True):
-        writer.write(sample)
-    writers[0].flush()
-    with pytest.raises(CacheError, match=r"s3://.* exists: two writers are named 'rank0'"):
-        writers[1].flush()
-    other_machine(monkeypatch, tmp_path / "third")
-    ids = committed_ids(local_folder(url)).tolist()
-    assert sorted(ids) == sorted(sample.id for sample in (*SAMPLES[:2], SAMPLES[7]))
-
-
 def test_another_identity_and_a_simultaneous_beginning_are_refused(s3, url, bucket, tmp_path):
     mirror = mirror_of(local_folder(url))
     with pytest.raises(CacheMismatch, match="hidden_size"):
         create_cache(mirror.cache, make_manifest(24, replace(IDENTITY, hidden_size=8)))
     fresh = mirror_of(local_folder(f"{bucket}/new", pull=False))
-    create_cache(fresh.cache, make_manifest(24))
-    create = fresh.store.create
-    fresh.store.create = lambda key, content: (
-        Mirror.at(fresh.url).store.replace(key, b"another's"),
-        create(key, content),
-    )
-    with pytest.raises(CacheError, match="written by another process just now"):
-        fresh.push_parts()
+    with fresh.writing():
+        fresh.begin()
+        create_cache(fresh.cache, make_manifest(24))
+        create = fresh.store.create
+        fresh.store.create = lambda key, content: (
+            Mirror.at(fresh.url).store.replace(key, b"another's"),
+            create(key, content),
+        )
+        with pytest.raises(CacheError, match="written by another process just now"):
+            fresh.push_parts()
 
 
 def test_deep_verify_and_repair_ask_the_store_and_change_it(url, s3):
