@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CODECS = ("raw", "lossless", "int8", "fp8")
 LOSSY_CODECS = ("int8", "fp8")
@@ -33,6 +37,19 @@ class CodecError:
     """[K] mean divergence, in nats a token, of the target's output when the decoded states of one tapped
     layer
     take the place of its output; empty where the target was not at hand."""
+
+    def of_layers(self, columns: Sequence[int]) -> CodecError:
+        """That of these layers alone, by their place on axis K, in this order."""
+
+        def some(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(values[column] for column in columns) if values else ()
+
+        return replace(
+            self,
+            relative_error=some(self.relative_error),
+            escaped=some(self.escaped),
+            kl=some(self.kl),
+        )
 
     def text(self) -> str:
         """What a report says of it."""

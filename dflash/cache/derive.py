@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflash.cache.codec import StoredCodec, codec_of
+from dflash.cache.codec import StoredCodec
 from dflash.cache.index import (
     MAX_FRAGMENT_ROWS,
     IndexRow,
@@ -90,7 +90,10 @@ class Recipe:
     manifest: Manifest
     """Of the new cache; its `expected_samples` are all samples of the sources that are wanted."""
     change: Callable[[Sample], Sample] | None = None
-    """Applied to each sample; without one the stored bytes are copied."""
+    """Applied to each sample, whose `hidden_states` are its extent; without one that is copied.
+
+    It raises ValueError for what is no extent of the source's codec.
+    """
     shard_bytes: int = SHARD_BYTES
     notes: tuple[str, ...] = ()
     """What else the user should know."""
@@ -329,13 +332,11 @@ def _write_piece(out: Path, reader: CacheReader, recipe: Recipe, manifest: Manif
     name = shard_name(edge, piece.unit)
     (out / name).parent.mkdir(parents=True, exist_ok=True)
     fragment_path(out, piece.unit).parent.mkdir(exist_ok=True)
-    codec = StoredCodec() if recipe.change is None else codec_of(manifest)
-    stream = ShardStream(out / f"{name}.{os.getpid()}.part{TMP_SUFFIX}", codec)
+    stream = ShardStream(out / f"{name}.{os.getpid()}.part{TMP_SUFFIX}", StoredCodec())
     rows: list[IndexRow] = []
     try:
-        for sample in _read_in_batches(reader, piece.rows, stored=recipe.change is None):
-            changed = sample if recipe.change is None else recipe.change(sample)
-            offset, nbytes, crc = stream.append(changed)
+        for sample in _read_in_batches(reader, piece.rows):
+            offset, nbytes, crc = stream.append(_changed(reader, recipe, sample))
             supervised = int(sample.loss_mask.sum())
             rows.append(IndexRow(sample.id, len(sample.input_ids), supervised, offset, nbytes, crc))
         layout = ShardLayout(name, manifest, edge, stream.samples, stream.tokens, stream.coded_bytes)
@@ -345,11 +346,22 @@ def _write_piece(out: Path, reader: CacheReader, recipe: Recipe, manifest: Manif
         raise
 
 
-def _read_in_batches(reader: CacheReader, rows: NDArray[np.int64], *, stored: bool) -> Iterator[Sample]:
-    """Samples in this order, in bounded memory."""
+def _changed(reader: CacheReader, recipe: Recipe, sample: Sample) -> Sample:
+    if recipe.change is None:
+        return sample
+    try:
+        return recipe.change(sample)
+    except ValueError as error:
+        raise CacheCorrupt(
+            f"{reader.cache}: sample {sample.id} fits its checksum, but not its codec: {error}"
+        ) from error
+
+
+def _read_in_batches(reader: CacheReader, rows: NDArray[np.int64]) -> Iterator[Sample]:
+    """Stored samples in this order, in bounded memory."""
     batches = np.cumsum(reader.index.locate(rows).nbytes) // BATCH_BYTES
     for batch in np.split(rows, np.flatnonzero(np.diff(batches)) + 1):
-        yield from reader.read_stored(batch) if stored else reader.read(batch)
+        yield from reader.read_stored(batch)
 
 
 def link_or_copy(source: Path, target: Path) -> bool:

@@ -64,6 +64,31 @@ class CodedStates:
         tensors = {name: change(value) for name, value in vars(self).items() if value is not None}
         return replace(self, **tensors)
 
+    def of_layers(self, columns: Sequence[int]) -> CodedStates:
+        """The states of these layers, by their place on axis K, in this order."""
+        chosen = torch.tensor(columns)
+        part = replace(
+            self,
+            codes=self.codes[:, chosen],
+            scales=self.scales[:, chosen],
+            channels=None if self.channels is None else self.channels[chosen],
+        )
+        if self.escaped is None or self.lower is None:
+            return part
+        layers = self.codes.shape[1]
+        place = torch.full((layers,), -1)
+        place[chosen] = torch.arange(len(columns))  # -1 of a layer that is left out
+        kept = place[self.escaped % layers]
+        numbers, order = (self.escaped // layers * len(columns) + kept)[kept >= 0].sort()
+        return replace(part, escaped=numbers, lower=self.lower[kept >= 0][order])
+
+    def extent(self) -> NDArray[np.uint8]:
+        """The bytes in which a cache stores one sample, on the CPU."""
+        if self.escaped is None or self.lower is None:
+            return _extent(self.codes, self.scales)
+        head = torch.from_numpy(np.array([len(self.escaped), 0], "<u4"))
+        return _extent(head, self.codes, self.lower, self.escaped.to(torch.int32), self.scales)
+
     def decode(self) -> Tensor:
         """bfloat16 [T, K, H], on the device of the codes."""
         out = torch.empty(self.codes.shape, dtype=torch.bfloat16, device=self.codes.device)
@@ -116,7 +141,7 @@ class Fp8Codec:
             scales[part] = scale
             scaled = values.mul_(inverse[..., None]).clamp_(-FP8_MAX, FP8_MAX)
             codes[part] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-        return _extent(codes, scales)
+        return CodedStates(codes, scales).extent()
 
     def parse(self, extent: Tensor, tokens: int) -> CodedStates:
         """Views of the extent."""
@@ -156,8 +181,7 @@ class Int8Codec:
         bits = states.view(torch.int16).flatten(0, 1)[escaped].to(torch.int32)
         codes.flatten(0, 1)[escaped] = (bits >> 8 & 0xFF).to(torch.uint8)
         scales.flatten()[escaped] = 0
-        head = torch.from_numpy(np.array([len(escaped), 0], "<u4"))
-        return _extent(head, codes, (bits & 0xFF).to(torch.uint8), escaped.to(torch.int32), scales)
+        return CodedStates(codes, scales, self._channels, escaped, (bits & 0xFF).to(torch.uint8)).extent()
 
     def parse(self, extent: Tensor, tokens: int) -> CodedStates:
         """Views of the extent, but for the few row numbers."""

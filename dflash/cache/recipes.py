@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dflash.cache.cut import TapCut, cut_manifest
 from dflash.cache.derive import Derived, Recipe, Source, derive
 from dflash.cache.reader import CacheReader
 from dflash.cache.where import select
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dflash.cache.manifest import Manifest
-    from dflash.cache.reader import Sample
 
 NOT_CHOSEN = "not_in_subset"
 """Reason under which samples are counted that a subset leaves out."""
-_SLICED_CODECS = ("raw", "lossless")
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,10 @@ def rebucket(cache: Path, out: Path, edges: Sequence[int], shard_bytes: int = SH
 
 
 def drop_taps(cache: Path, out: Path, keep: Sequence[int], shard_bytes: int = SHARD_BYTES) -> Derived:
-    """A cache with fewer tapped layers, in the order given.
+    """A cache with fewer tapped layers, in the order given; what is stored of them stays as it is.
 
     Raises:
-        CacheError: a layer is not among the taps, or the codec cannot be cut.
+        CacheError: a layer is not among the taps, or as for `subset`.
     """
     reader = CacheReader(cache)
     identity = reader.manifest.identity
@@ -133,17 +132,8 @@ def drop_taps(cache: Path, out: Path, keep: Sequence[int], shard_bytes: int = SH
         raise CacheError(
             f"--keep {list(keep)} must be different layers of the taps {list(identity.taps)} of {cache}"
         )
-    if identity.codec not in _SLICED_CODECS:
-        raise CacheError(
-            f"{cache} is stored in {identity.codec}, whose layers cannot be cut without losing more; "
-            "start from a raw or lossless cache, or extract again with --taps"
-        )
     columns = [identity.taps.index(tap) for tap in keep]
-
-    def change(sample: Sample) -> Sample:
-        return replace(sample, hidden_states=sample.hidden_states[:, columns].contiguous())
-
-    manifest = replace(_fresh(reader.manifest), identity=replace(identity, taps=tuple(keep)))
+    manifest, change = cut_manifest(_fresh(reader.manifest), columns), TapCut(reader.manifest, columns)
     arguments = f"{cache} --keep {','.join(map(str, keep))} --out {out}"
     recipe = Recipe("drop-taps", arguments, {"keep": list(keep)}, manifest, change, shard_bytes)
     return derive(out, [Source(reader, np.arange(len(reader.index)))], recipe)

@@ -23,6 +23,7 @@ from dflash.cache.manifest import create_cache, load_manifest
 from dflash.cache.reader import CacheReader
 from dflash.cache.recipes import Choice, drop_taps, rebucket, subset
 from dflash.cache.repair import repair
+from dflash.cache.scales import channel_scales
 from dflash.cache.transcode import transcode
 from dflash.cache.verify import verify
 from dflash.cache.writer import CacheWriter, finalize
@@ -57,6 +58,23 @@ def write_source(cache, samples=SAMPLES, identity=WIDE):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return write_source(tmp_path_factory.mktemp("transcode") / "raw")
+
+
+THREE = replace(WIDE, taps=(0, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def three_taps(tmp_path_factory):
+    """Caches of the same samples with three taps, by codec; every layer has rows that escape."""
+    folder, samples = tmp_path_factory.mktemp("three"), []
+    for number, sample in enumerate(make_samples(40, THREE)):
+        samples.append(smooth(sample))
+        samples[-1].hidden_states[-1, number % 3, 7] = -9_000.0
+    write_source(folder / "raw", samples, THREE)
+    for codec in CODECS:
+        if codec != "raw":
+            transcode(folder / "raw", folder / codec, codec, 1)
+    return {codec: folder / codec for codec in CODECS}
 
 
 def fingerprint(folder):
@@ -243,11 +261,51 @@ def test_tools_copy_coded_samples_byte_for_byte(source, tmp_path, codec):
     assert stored["few"].items() <= stored["coded"].items()
 
 
-def test_taps_of_a_lossless_cache_are_dropped_exactly(source, tmp_path):
-    transcode(source, tmp_path / "lossless", "lossless")
-    drop_taps(tmp_path / "lossless", tmp_path / "one", (2,))
-    expected = [replace(sample, hidden_states=sample.hidden_states[:, 1:].contiguous()) for sample in SAMPLES]
-    assert same_samples(read_all(tmp_path / "one"), expected)
+@pytest.mark.parametrize("keep", [(2,), (0,), (3,), (0, 3), (3, 0), (3, 2, 0), (0, 2, 3)])
+@pytest.mark.parametrize("codec", CODECS)
+def test_kept_taps_decode_to_the_same_bits_in_every_codec(three_taps, tmp_path, codec, keep):
+    before, out = three_taps[codec], tmp_path / "cut"
+    columns = [THREE.taps.index(tap) for tap in keep]
+    drop_taps(before, out, keep)
+    assert verify(out, deep=True, show=False).whole
+    cut = [replace(s, hidden_states=s.hidden_states[:, columns].contiguous()) for s in read_all(before)]
+    assert same_samples(read_all(out), cut)
+    old, new = load_manifest(before), load_manifest(out)
+    assert new.identity.taps == keep
+    assert (new.identity.codec, new.complete) == (codec, True)
+    if codec == "int8":
+        assert torch.equal(channel_scales(new), channel_scales(old)[columns])
+    else:
+        assert new.channel_scales is None
+    if codec in LOSSY_CODECS:
+        for name in ("relative_error", "escaped"):
+            whole, kept = getattr(old.codec_error, name), getattr(new.codec_error, name)
+            assert kept == tuple(whole[column] for column in columns)
+        assert (new.codec_error.tokens, new.codec_error.kl) == (old.codec_error.tokens, ())
+
+
+@pytest.mark.parametrize("codec", LOSSY_CODECS)
+def test_codes_and_scales_of_kept_taps_are_the_bytes_that_were_there(three_taps, tmp_path, codec):
+    drop_taps(three_taps[codec], tmp_path / "cut", (3, 0))
+    with CacheReader(three_taps[codec]) as whole, CacheReader(tmp_path / "cut") as cut:
+        rows = np.arange(len(whole.index))
+        escaped = 0
+        for before, after in zip(*(r.read(rows, keep_coded=True) for r in (whole, cut)), strict=True):
+            assert torch.equal(after.coded.codes, before.coded.codes[:, [2, 0]])
+            assert torch.equal(after.coded.scales, before.coded.scales[:, [2, 0]])
+            escaped += 0 if after.coded.escaped is None else len(after.coded.escaped)
+        assert escaped > 0 or codec == "fp8"
+
+
+def test_an_extent_that_is_none_is_refused_when_taps_are_dropped(three_taps, tmp_path, monkeypatch):
+    read = CacheReader.read_stored
+
+    def shortened(self, rows):
+        return [replace(s, hidden_states=s.hidden_states[:-8]) for s in read(self, rows)]
+
+    monkeypatch.setattr(CacheReader, "read_stored", shortened)
+    with pytest.raises(CacheCorrupt, match=r"sample \d+ fits its checksum, but not its codec"):
+        drop_taps(three_taps["int8"], tmp_path / "cut", (0,))
 
 
 def test_a_flipped_bit_in_a_copy_is_found_and_repaired_by_the_same_command(source, tmp_path):
