@@ -1,7 +1,7 @@
 """The files of a cache besides shards and index: digests of them stand in the manifest.
 
 They are what training and the tools need of the target (head, configuration, tokenizer) and the record of
-the run. `speeds.json` is a measurement that nothing depends on, and no part of the cache.
+the run. `speeds.json` and `planned.json` are no parts of the cache, and carry digests of themselves.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """`planned.json`: what the finished cache will hold of each length bucket, written before extraction begins.
 
 Training that follows a cache while it is being written takes its quotas from here. It stands beside the
-cache, as no part of it: a finished cache does not need it.
+cache, as no part of it: a finished cache does not need it. A digest of itself is in it.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import os
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dflash.cache.sealed import load_sealed, save_sealed
 from dflash.errors import CacheCorrupt, CacheError
-from dflash.files import publish_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,17 @@ class Planned:
 
 def save_planned(cache: Path, planned: Planned) -> None:
     """Write the plan, replacing that of an earlier start."""
-    publish_json(cache / PLANNED_NAME, asdict(planned))
+    save_sealed(cache / PLANNED_NAME, asdict(planned))
+
+
+def check_planned(cache: Path, edges: Sequence[int]) -> None:
+    """Refuse a damaged plan, or that of another cache; none at all is fine.
+
+    Raises:
+        CacheCorrupt: names it.
+    """
+    if os.path.lexists(cache / PLANNED_NAME):
+        load_planned(cache, edges)
 
 
 def load_planned(cache: Path, edges: Sequence[int]) -> Planned:
@@ -76,7 +86,7 @@ def load_planned(cache: Path, edges: Sequence[int]) -> Planned:
     """
     path = cache / PLANNED_NAME
     try:
-        value = json.loads(path.read_bytes())
+        value = load_sealed(path)
     except FileNotFoundError as error:
         raise CacheError(
             f"{cache} has no {PLANNED_NAME}, which says how much of each length will come; "
@@ -84,6 +94,8 @@ def load_planned(cache: Path, edges: Sequence[int]) -> Planned:
         ) from error
     except (OSError, ValueError) as error:
         raise CacheCorrupt(f"{path} cannot be read ({error}); run the same `dflash extract` again") from error
+    if set(value) != {field.name for field in fields(Planned)}:
+        raise CacheCorrupt(f"{path}: not the plan of an extraction (keys {', '.join(value)})")
     planned = Planned.from_json(value, str(path))
     if planned.edges != tuple(edges):
         raise CacheCorrupt(f"{path} is for buckets {list(planned.edges)}, the cache has {list(edges)}")

@@ -7,7 +7,8 @@
 4. Bad shards and their index fragments follow. A fragment that commits good shards too is replaced by one
    that commits those alone.
 
-The command that made the cache, run again, then makes just what is missing. A crash in between leaves an
+The command that made the cache, run again, then makes just what is missing. Where only files beside the cache
+are bad (`planned.json`, `speeds.json`) they go aside and the manifest stays. A crash in between leaves an
 incomplete cache and some files aside; repairing again goes on.
 """
 
@@ -30,7 +31,7 @@ from dflash.cache.manifest import (
 )
 from dflash.cache.mirror import writing
 from dflash.cache.parts import TOKENIZER_FOLDER
-from dflash.cache.scan import Fault, short
+from dflash.cache.scan import BESIDE, Fault, short
 from dflash.cache.shard import SHARDS_FOLDER
 from dflash.cache.verify import fault_table, verify_loaded
 from dflash.errors import CacheCorrupt, CacheError
@@ -57,8 +58,8 @@ class RepairReport:
     """Ids of the samples to make again, ascending."""
     unlisted: int
     """Samples to make again whose ids stood in unreadable index fragments alone."""
-    made_by: str
-    """The command to run again, in words."""
+    made_by: str | None
+    """The command to run again, in words; None where nothing has to be made again."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready value."""
@@ -75,6 +76,10 @@ class RepairReport:
         """What a terminal shows."""
         if self.aside is None:
             return f"{self.cache}: nothing is bad, nothing was changed"
+        if self.made_by is None:
+            return "\n".join(
+                [*fault_table(self.faults), f"moved to {self.aside}; the cache is whole without"]
+            )
         more = f", and {self.unlisted:,} whose ids only a damaged commit record knew" if self.unlisted else ""
         return "\n".join(
             [
@@ -109,7 +114,10 @@ def repair(cache: Path, *, deep: bool = True, jobs: int = 1, show: bool = True) 
             )
             if not faults:
                 return RepairReport(cache, (), None, (), 0, made_by)
-            report = _repaired(cache, manifest, index, faults, made_by)
+            if all(fault.file in BESIDE for fault in faults):
+                report = _without_beside(cache, faults)
+            else:
+                report = _repaired(cache, manifest, index, faults, made_by)
             if mirror is not None:
                 committed = load_index(cache, load_manifest(cache)).layouts
                 mirror.push_repaired(layout.name for layout in committed)
@@ -135,6 +143,14 @@ def _without_manifest(cache: Path, fault: Fault) -> RepairReport:
     _move(cache, aside, [MANIFEST_NAME])
     publish_bytes(aside / LIST_NAME, b"")
     return RepairReport(cache, (fault,), aside, (), 0, "the same `dflash extract`")
+
+
+def _without_beside(cache: Path, faults: Sequence[Fault]) -> RepairReport:
+    """Nothing has to be made again."""
+    aside = _new_folder(cache)
+    _move(cache, aside, {fault.file for fault in faults})
+    publish_bytes(aside / LIST_NAME, b"")
+    return RepairReport(cache, tuple(faults), aside, (), 0, None)
 
 
 def _repaired(

@@ -21,13 +21,19 @@ from dflash.cache.index import (
 )
 from dflash.cache.manifest import REPAIR, Manifest
 from dflash.cache.parts import TOKENIZER_FOLDER, part_names, part_problem
+from dflash.cache.planned import PLANNED_NAME, check_planned
 from dflash.cache.shard import SHARDS_FOLDER
+from dflash.cache.speeds import SPEEDS_NAME, check_speeds
 from dflash.errors import CacheCorrupt, CacheIncomplete
 from dflash.files import TMP_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+
+BESIDE = (PLANNED_NAME, SPEEDS_NAME)
+"""Files beside the cache: nothing has to be made again for a damaged one."""
 
 
 class Fault(NamedTuple):
@@ -83,6 +89,20 @@ def part_faults(cache: Path, manifest: Manifest) -> list[Fault]:
             for name in foreign
             if name.startswith(f"{TOKENIZER_FOLDER}/")
         ]
+    return faults
+
+
+def beside_faults(cache: Path, manifest: Manifest) -> list[Fault]:
+    """Damaged files that stand beside the cache and that reading it does not need."""
+    faults = []
+    try:
+        check_planned(cache, manifest.identity.bucket_edges)
+    except CacheCorrupt as error:
+        faults.append(Fault(PLANNED_NAME, short(error, cache / PLANNED_NAME)))
+    try:
+        check_speeds(cache)
+    except (OSError, ValueError) as error:
+        faults.append(Fault(SPEEDS_NAME, str(error)))
     return faults
 
 

@@ -20,7 +20,15 @@ from dflash.cache.info import format_bytes
 from dflash.cache.manifest import MANIFEST_NAME, load_manifest
 from dflash.cache.mirror import mirror_of
 from dflash.cache.reader import CacheReader
-from dflash.cache.scan import Fault, completeness_fault, part_faults, scan_index, short, stray_faults
+from dflash.cache.scan import (
+    Fault,
+    beside_faults,
+    completeness_fault,
+    part_faults,
+    scan_index,
+    short,
+    stray_faults,
+)
 from dflash.cache.shard import DATA_START, ShardLayout, shard_digest
 from dflash.errors import CacheCorrupt, CacheError
 from dflash.files import size_of_file
@@ -127,7 +135,7 @@ def verify_loaded(
     index, faults = scan_index(cache, manifest)
     if not faults and (fault := completeness_fault(cache, manifest, index)):
         faults.append(fault)
-    faults += part_faults(cache, manifest)
+    faults += part_faults(cache, manifest) + beside_faults(cache, manifest)
     if manifest.complete:  # elsewhere they are what an interrupted writer has left
         faults += stray_faults(cache, index)
     sizes = [layout.file_size for layout in index.layouts]

@@ -42,3 +42,14 @@ def test_a_plan_that_is_damaged_or_of_another_cache_is_refused(tmp_path, value):
     (tmp_path / PLANNED_NAME).write_text("{")
     with pytest.raises(CacheCorrupt, match="cannot be read"):
         load_planned(tmp_path, EDGES)
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path):
+    save_planned(tmp_path, Planned.of(np.array([1, 16, 17, 64, 33], np.int32), EDGES))
+    whole = (tmp_path / PLANNED_NAME).read_bytes()
+    for place in range(len(whole)):
+        for bit in range(8):
+            flipped = whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+            (tmp_path / PLANNED_NAME).write_bytes(flipped)
+            with pytest.raises(CacheCorrupt, match=PLANNED_NAME):
+                load_planned(tmp_path, EDGES)
