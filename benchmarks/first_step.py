@@ -73,7 +73,7 @@ def write_index(samples: int, cache: Path) -> None:
     """Ten fragments that commit samples of up to 2,048 tokens in four buckets; there are no shards."""
     import numpy as np
 
-    from dflash.cache.index import encode_fragment, fragment_path
+    from dflash.cache.fragment import encode_fragment, fragment_path
     from dflash.cache.manifest import Identity, Manifest, create_cache
     from dflash.cache.shard import DATA_START, shard_name
 

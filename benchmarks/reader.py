@@ -35,7 +35,7 @@ import torch
 from peers_env import STREAMING, bench_python, last_line
 from safetensors.torch import load_file, save_file
 
-from dflash.cache.index import encode_fragment, fragment_path
+from dflash.cache.fragment import encode_fragment, fragment_path
 from dflash.cache.manifest import Identity, Manifest, create_cache, save_manifest
 from dflash.cache.reader import CacheReader
 from dflash.cache.shard import DATA_START, shard_name

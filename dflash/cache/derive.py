@@ -20,14 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash.cache.codec import StoredCodec
-from dflash.cache.index import (
-    MAX_FRAGMENT_ROWS,
-    IndexRow,
-    encode_fragment,
-    fragment_path,
-    fragment_paths,
-    load_index,
-)
+from dflash.cache.fragment import MAX_FRAGMENT_ROWS, IndexRow, encode_fragment, fragment_path
+from dflash.cache.index import fragment_paths, load_index
 from dflash.cache.info import format_bytes
 from dflash.cache.manifest import REPAIR, create_cache
 from dflash.cache.parts import check_part, part_names, record_parts

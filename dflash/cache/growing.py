@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dflash.cache.index import (
-    FRAGMENT_SUFFIX,
-    INDEX_FOLDER,
-    CacheIndex,
-    fragment_path,
-    load_index,
-)
+from dflash.cache.fragment import FRAGMENT_SUFFIX, INDEX_FOLDER, fragment_path
+from dflash.cache.index import CacheIndex, load_index
 from dflash.cache.manifest import load_manifest
 from dflash.cache.planned import Planned, load_planned
 from dflash.cache.reader import CacheReader

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dflash.cache.index import FRAGMENT_SUFFIX, INDEX_FOLDER, fragment_path, load_index, renamed_fragment
+from dflash.cache.fragment import FRAGMENT_SUFFIX, INDEX_FOLDER, fragment_path, renamed_fragment
+from dflash.cache.index import load_index
 from dflash.cache.manifest import load_manifest
 from dflash.errors import CacheCorrupt, CacheError
 from dflash.files import publish_bytes, size_of_file

@@ -18,55 +18,29 @@ import pyarrow as pa
 
 from dflash.cache.duplicates import check_unique, shared_shard
 from dflash.cache.extents import possible_rows
+from dflash.cache.fragment import (
+    CHECKSUM_BLANK,
+    CHECKSUM_MARK,
+    DIGESTS,
+    FRAGMENT_SUFFIX,
+    INDEX_FOLDER,
+    MAX_FRAGMENT_ROWS,
+    SCHEMA,
+)
 from dflash.cache.manifest import FORMAT_VERSION, REPAIR, Manifest, bucket_name, load_manifest
 from dflash.cache.shard import SHARDS_FOLDER, ShardLayout, is_shard_name
 from dflash.errors import CacheCorrupt, CacheError, CacheIncomplete
 from dflash.files import size_of_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-INDEX_FOLDER = "index"
-FRAGMENT_SUFFIX = ".arrow"
-MAX_FRAGMENT_ROWS = 1 << 20
-"""Bounds the memory that one fragment needs while it is loaded."""
 MAX_FRAGMENT_BYTES = 1 << 28
-SCHEMA = pa.schema(
-    [
-        pa.field("id", pa.uint64(), nullable=False),
-        pa.field("bucket", pa.int32(), nullable=False),
-        pa.field("shard", pa.dictionary(pa.int32(), pa.string()), nullable=False),
-        pa.field("row", pa.int32(), nullable=False),
-        pa.field("length", pa.int32(), nullable=False),
-        pa.field("supervised", pa.int32(), nullable=False),
-        pa.field("offset", pa.int64(), nullable=False),
-        pa.field("nbytes", pa.int64(), nullable=False),
-        pa.field("crc32c", pa.uint32(), nullable=False),
-    ]
-)
 _ROW_BYTES = 48
 """Bytes of a row's fixed-width values: no fragment holds more rows than its size allows."""
-_CHECKSUM_MARK = b"crc32c:"
-_CHECKSUM_BLANK = b"00000000"
-_DIGESTS = "dflash.xxh3_128"
-
-
-class IndexRow(NamedTuple):
-    """One committed sample, as its fragment stores it."""
-
-    id: int
-    length: int
-    """Tokens."""
-    supervised: int
-    """Tokens whose loss mask is 1."""
-    offset: int
-    """First byte of the extent in the shard."""
-    nbytes: int
-    """Bytes of the extent."""
-    crc32c: int
 
 
 class Extents(NamedTuple):
@@ -155,74 +129,6 @@ class _Stored:
     crcs: NDArray[np.uint32]
     shard_starts: NDArray[np.int64]
     """First place of each shard."""
-
-
-def fragment_path(cache: Path, name: str) -> Path:
-    """Path of the fragment called `name`."""
-    return cache / INDEX_FOLDER / f"{name}{FRAGMENT_SUFFIX}"
-
-
-def fragment_bytes(layout: ShardLayout, rows: Sequence[IndexRow], name: str, digest: str) -> bytes:
-    """The fragment `name` that commits one shard with this digest."""
-    count = len(rows)
-    columns: dict[str, Any] = {key: [getattr(row, key) for row in rows] for key in IndexRow._fields}
-    columns |= {
-        "bucket": np.full(count, layout.edge, np.int32),
-        "shard": np.zeros(count, np.int32),
-        "row": np.arange(count, dtype=np.int32),
-    }
-    return encode_fragment([layout.name], columns, name, layout.manifest.digest(), [digest])
-
-
-def encode_fragment(
-    shards: Sequence[str],
-    columns: Mapping[str, Any],
-    name: str,
-    identity: str,
-    digests: Sequence[str] = (),
-) -> bytes:
-    """A fragment that commits these shards: an Arrow IPC stream with its own checksum in the schema.
-
-    Args:
-        shards: Names of the shards.
-        columns: The columns of `SCHEMA` in the order of the shards; `shard` holds positions in `shards`.
-        name: The fragment's name, without folder and suffix.
-        identity: Digest of the cache's identity.
-        digests: `shard_digest` of each shard.
-    """
-    metadata = ({_DIGESTS: " ".join(digests)} if digests else {}) | {
-        "dflash.format": str(FORMAT_VERSION),
-        "dflash.checksum": (_CHECKSUM_MARK + _CHECKSUM_BLANK).decode(),
-        "dflash.fragment": name,
-        "dflash.identity": identity,
-    }
-    schema = SCHEMA.with_metadata(metadata)
-    positions = pa.DictionaryArray.from_arrays(pa.array(columns["shard"], pa.int32()), pa.array(shards))
-    arrays = [
-        positions if column.name == "shard" else pa.array(columns[column.name], column.type)
-        for column in SCHEMA
-    ]
-    return _sealed(pa.RecordBatch.from_arrays(arrays, schema=schema))
-
-
-def renamed_fragment(data: bytes, name: str) -> bytes:
-    """A whole fragment under another name."""
-    with pa.ipc.open_stream(data) as stream:
-        batch = stream.read_next_batch()
-    blank = (_CHECKSUM_MARK + _CHECKSUM_BLANK).decode()
-    metadata = {**batch.schema.metadata, b"dflash.checksum": blank, b"dflash.fragment": name}
-    return _sealed(batch.replace_schema_metadata(metadata))
-
-
-def _sealed(batch: Any) -> bytes:
-    """The stream of a record batch in whose metadata the checksum is blank, with its checksum."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
-    data = bytearray(sink.getvalue())
-    at = data.index(_CHECKSUM_MARK) + len(_CHECKSUM_MARK)
-    data[at : at + 8] = b"%08x" % crc32c.crc32c(data)
-    return bytes(data)
 
 
 def load_index(cache: Path, manifest: Manifest, only: Sequence[Path] | None = None) -> CacheIndex:
@@ -347,10 +253,10 @@ def _verified_bytes(path: Path, scratch: bytearray) -> memoryview:
     if size >= len(scratch):
         raise CacheCorrupt(f"{path}: it has grown, or is larger than {MAX_FRAGMENT_BYTES} bytes; {REPAIR}")
     data = memoryview(scratch)[:size]
-    at = scratch.find(_CHECKSUM_MARK, 0, min(size, 1 << 14)) + len(_CHECKSUM_MARK)
+    at = scratch.find(CHECKSUM_MARK, 0, min(size, 1 << 14)) + len(CHECKSUM_MARK)
     stated = bytes(data[at : at + 8])
     if len(stated) == 8:
-        data[at : at + 8] = _CHECKSUM_BLANK
+        data[at : at + 8] = CHECKSUM_BLANK
     if stated != b"%08x" % crc32c.crc32c(data):
         raise CacheCorrupt(f"{path}: its bytes do not fit its checksum, it is damaged or cut short; {REPAIR}")
     return data
@@ -372,7 +278,7 @@ def _check_metadata(path: Path, metadata: dict[bytes, bytes], manifest: Manifest
 
 def _shard_digests(path: Path, metadata: dict[bytes, bytes], shards: int) -> list[str]:
     """The shards' digests; empty texts in a fragment of the time before there were any."""
-    digests = metadata.get(_DIGESTS.encode(), b"").decode(errors="replace").split() or [""] * shards
+    digests = metadata.get(DIGESTS.encode(), b"").decode(errors="replace").split() or [""] * shards
     if len(digests) != shards:
         raise CacheCorrupt(f"{path}: {len(digests)} digests of {shards} shards; {REPAIR}")
     return digests

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 from dflash.cache.claim import Claim, claimed, locked
 from dflash.cache.copies import ShardCopies
+from dflash.cache.fragment import FRAGMENT_SUFFIX, INDEX_FOLDER
 from dflash.cache.handover import UNSENT_FOLDER, Handover, is_commit
-from dflash.cache.index import FRAGMENT_SUFFIX, INDEX_FOLDER
 from dflash.cache.manifest import MANIFEST_NAME, TARGET_CONFIG_NAME, load_manifest
 from dflash.cache.parts import TOKENIZER_FOLDER, part_names
 from dflash.cache.planned import PLANNED_NAME

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from dflash.cache.index import INDEX_FOLDER, SCHEMA, CacheIndex, encode_fragment, fragment_paths, load_index
+from dflash.cache.fragment import INDEX_FOLDER, SCHEMA, encode_fragment
+from dflash.cache.index import CacheIndex, fragment_paths, load_index
 from dflash.cache.manifest import (
     MANIFEST_NAME,
     REPAIRED_FOLDER,

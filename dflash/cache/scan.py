@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dflash.cache.index import (
-    INDEX_FOLDER,
-    CacheIndex,
-    check_complete,
-    fragment_paths,
-    load_index,
-    shards_on_disk,
-)
+from dflash.cache.fragment import INDEX_FOLDER
+from dflash.cache.index import CacheIndex, check_complete, fragment_paths, load_index, shards_on_disk
 from dflash.cache.manifest import REPAIR, Manifest
 from dflash.cache.parts import TOKENIZER_FOLDER, part_names, part_problem
 from dflash.cache.planned import PLANNED_NAME, check_planned

@@ -14,17 +14,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash.cache.codec import codec_of
-from dflash.cache.index import (
+from dflash.cache.fragment import (
     FRAGMENT_SUFFIX,
     INDEX_FOLDER,
     MAX_FRAGMENT_ROWS,
     IndexRow,
-    check_complete,
     fragment_bytes,
     fragment_path,
-    load_index,
-    shards_on_disk,
 )
+from dflash.cache.index import check_complete, load_index, shards_on_disk
 from dflash.cache.manifest import BadSample, Manifest, bucket_of, create_cache, load_manifest, save_manifest
 from dflash.cache.shard import (
     DATA_START,

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from dflash.cache.codec import codec_of, decoded
 from dflash.cache.codec_error import CODECS, LOSSY_CODECS
-from dflash.cache.index import encode_fragment, fragment_path, load_index
+from dflash.cache.fragment import encode_fragment, fragment_path
+from dflash.cache.index import load_index
 from dflash.cache.manifest import create_cache
 from dflash.cache.reader import CacheReader
 from dflash.cache.scales import calibrate, scales_text

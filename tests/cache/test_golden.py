@@ -19,7 +19,7 @@ import zstandard
 from cache_samples import IDENTITY, bits, make_manifest, read_all
 from safetensors.numpy import load_file
 
-from dflash.cache.index import INDEX_FOLDER
+from dflash.cache.fragment import INDEX_FOLDER
 from dflash.cache.manifest import Manifest, load_manifest
 from dflash.cache.reader import CacheReader
 from dflash.cache.scales import scales_text

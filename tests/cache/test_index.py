@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.cache import index as index_module
-from dflash.cache.index import MAX_FRAGMENT_ROWS, SCHEMA, encode_fragment, fragment_path, load_index
+from dflash.cache.fragment import MAX_FRAGMENT_ROWS, SCHEMA, encode_fragment, fragment_path
+from dflash.cache.index import load_index
 from dflash.cache.manifest import Manifest, load_manifest, save_manifest
 from dflash.cache.reader import CacheReader
 from dflash.cache.shard import DATA_START, shard_name

@@ -16,7 +16,8 @@ from extract_runs import exit_codes, run_rank, start_ranks
 from support import write_target
 
 from dflash.cache import growing
-from dflash.cache.index import fragment_path, load_index
+from dflash.cache.fragment import fragment_path
+from dflash.cache.index import load_index
 from dflash.cache.manifest import load_manifest
 from dflash.cache.planned import load_planned
 from dflash.errors import SourceStarved
