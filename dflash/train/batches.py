@@ -193,7 +193,9 @@ def documents(
     ]
 
 
-def pack(docs: Sequence[Document], shape: BlockShape, *, pinned: bool = False) -> PackedBatch:
+def pack(
+    docs: Sequence[Document], shape: BlockShape, *, pinned: bool = False, multiple: int = 1
+) -> PackedBatch:
     """Pack documents into one micro-batch, which shares no memory with them.
 
     Context rows behind a document's last anchor are left out: no block sees them.
@@ -202,6 +204,7 @@ def pack(docs: Sequence[Document], shape: BlockShape, *, pinned: bool = False) -
         docs: The samples with their anchors.
         shape: Size and mask token of a block.
         pinned: Gather the features in page-locked memory.
+        multiple: Rows of zeros follow the features, up to a multiple of this, unless they are coded.
     """
     # A document without anchors has no context that anything reads, so it packs to nothing.
     rows = [int(doc.anchors[-1]) if len(doc.anchors) else 0 for doc in docs]
@@ -215,7 +218,7 @@ def pack(docs: Sequence[Document], shape: BlockShape, *, pinned: bool = False) -
     anchors = np.concatenate([doc.anchors for doc in docs]) if docs else np.zeros(0, np.int64)
     coded = [doc.sample.coded.first(n) for doc, n in zip(docs, rows, strict=True) if doc.sample.coded]
     return PackedBatch(
-        features=torch.zeros(0, 0) if coded else _features(docs, rows, pinned=pinned),
+        features=torch.zeros(0, 0) if coded else _features(docs, rows, multiple, pinned=pinned),
         context_positions=torch.cat([torch.arange(0), *(torch.arange(count) for count in rows)]),
         block_ids=ids,
         block_positions=positions,
@@ -229,14 +232,18 @@ def pack(docs: Sequence[Document], shape: BlockShape, *, pinned: bool = False) -
     )
 
 
-def _features(docs: Sequence[Document], rows: Sequence[int], *, pinned: bool) -> Tensor:
-    # [rows, K, H] of each document, one after another -> [T, K*H]
+def _features(docs: Sequence[Document], rows: Sequence[int], multiple: int, *, pinned: bool) -> Tensor:
+    # [rows, K, H] of each document, one after another, then zeros -> [T, K*H]
     parts = [doc.sample.hidden_states[:count] for doc, count in zip(docs, rows, strict=True)]
     if not parts:
         return torch.zeros(0, 0)
+    count = sum(rows)
+    shape = (count + -count % multiple, *parts[0].shape[1:])
     # PyTorch gives a pinned block out again only when the copy from it to the device is done.
-    together = torch.empty(sum(rows), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
-    return torch.cat(parts, out=together).flatten(1)
+    together = torch.empty(shape, dtype=parts[0].dtype, pin_memory=pinned)
+    torch.cat(parts, out=together[:count])
+    together[count:] = 0.0
+    return together.flatten(1)
 
 
 def _blocks_of(doc: Document, shape: BlockShape) -> tuple[np.ndarray, ...]:

@@ -137,15 +137,16 @@ class StepLoader:
         rows = [draw.row for draw in slot]
         buckets = self._reader.index.buckets[rows].tolist()
         docs = documents(samples, [draw.epoch for draw in slot], buckets, self._blocks.anchors)
-        batch = pack(docs, self._blocks.shape, pinned=self._device.type == "cuda")
+        cuda, multiples = self._device.type == "cuda", multiples_for(self._device)
+        batch = pack(docs, self._blocks.shape, pinned=cuda, multiple=multiples.rows)
         if self._blocks.teacher:
             batch = with_teacher(batch, docs)
         if self._blocks.negatives is not None:
             vocab_size, seed = self._reader.manifest.identity.vocab_size, self._blocks.anchors.seed
             drawn = draw_negatives(self._blocks.negatives, vocab_size, seed, batch.samples)
             batch = replace(batch, negatives=torch.from_numpy(drawn))
-        batch = padded(batch, multiples_for(self._device))
-        return batch.pin() if self._device.type == "cuda" else batch
+        batch = padded(batch, multiples)
+        return batch.pin() if cuda else batch
 
     def _read(
         self, slot: Sequence[Draw], corrupt: list[CorruptSample]

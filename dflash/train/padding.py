@@ -43,7 +43,7 @@ def multiples_for(device: torch.device) -> Multiples:
 def padded(batch: PackedBatch, multiples: Multiples) -> PackedBatch:
     """The batch with more rows and blocks; one without blocks stays as it is.
 
-    The rows get positions here and features, which may still be coded, in `with_rows`.
+    The rows get positions here; features have them from `pack`, or, decoded later, in `with_rows`.
     """
     rows, blocks = len(batch.context_positions), batch.blocks
     more_rows, more_blocks = -rows % multiples.rows, -blocks % multiples.blocks

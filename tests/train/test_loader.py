@@ -65,7 +65,7 @@ def test_ranks_divide_every_step_of_the_sampler_among_them(reader, size):
                     reader.index.buckets[rows].tolist(),
                     PLAN.anchors,
                 )
-                expected = padded(pack(docs, PLAN.shape), ON_CPU)
+                expected = padded(pack(docs, PLAN.shape, multiple=ON_CPU.rows), ON_CPU)
                 assert batch.samples == expected.samples
                 for name in ("features", "block_ids", "labels", "counted", "block_positions", "buckets"):
                     assert torch.equal(getattr(batch, name), getattr(expected, name))

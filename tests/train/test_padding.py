@@ -64,3 +64,14 @@ def test_real_blocks_are_told_from_the_padding_by_their_first_slot(dtype):
     sums = make_loss(dtype=dtype)(padded(batch, Multiples(64, 64)))
     assert batch.counted[:, 0].all()
     assert sums.blocks.sum() == batch.blocks
+
+
+@pytest.mark.parametrize("multiple", [1, 7, 64])
+@pytest.mark.parametrize("lengths", [(5,), (12, 9, 40)])
+def test_features_are_packed_with_the_rows_that_padding_adds(lengths, multiple):
+    docs = make_documents(*lengths)
+    plain, more = pack(docs, SHAPE), padded(pack(docs, SHAPE, multiple=multiple), Multiples(multiple, 1))
+    rows = len(plain.features)
+    assert len(more.features) == len(more.context_positions) == rows + -rows % multiple
+    assert torch.equal(more.features[:rows], plain.features)
+    assert not more.features[rows:].any()
