@@ -76,7 +76,8 @@ class Store:
 
     Args:
         url: Of a scheme in `SCHEMES`. Credentials and endpoint come from the environment, for S3
-            `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION` and `AWS_ENDPOINT_URL`.
+            `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION` and `AWS_ENDPOINT_URL`, for Google's
+            store `GOOGLE_APPLICATION_CREDENTIALS` or `GOOGLE_BEARER_TOKEN`, and `GOOGLE_BASE_URL`.
         retry_s: Seconds for which a failing request is tried again.
 
     Raises:
@@ -165,7 +166,7 @@ class Store:
         def put() -> None:
             data = content.read_bytes() if isinstance(content, Path) else content
             try:
-                self._obstore.put(self._writing, key, data, mode="create", use_multipart=False)
+                self._put(key, data, mode="create")
             except already as error:
                 if self._whole(key) != data:
                     raise FileExistsError(errno.EEXIST, "exists", f"{self.url}/{key}") from error
@@ -180,7 +181,7 @@ class Store:
         """
         self._tried(
             f"write {self.url}/{key}",
-            lambda: self._obstore.put(self._writing, key, content, use_multipart=False),
+            lambda: self._put(key, content),
         )
 
     def remove(self, key: str) -> None:
@@ -195,6 +196,12 @@ class Store:
                 self._obstore.delete(self._writing, key)
 
         self._tried(f"remove {self.url}/{key}", gone)
+
+    def _put(self, key: str, data: bytes, **options: str) -> None:
+        try:
+            self._obstore.put(self._writing, key, data, use_multipart=False, **options)
+        except FileNotFoundError as error:
+            raise StoreError(f"cannot write {self.url}/{key}: there is no such bucket") from error
 
     def _whole(self, key: str) -> bytes:
         found = self._obstore.get(self._reading, key)
@@ -256,7 +263,10 @@ def _opened(url: str, timeout_s: float) -> Any:
     if url.startswith("memory://"):
         with _memory_lock:
             return _memory.setdefault(url, MemoryStore())
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    variables = (
+        ("GOOGLE_BASE_URL",) if url.startswith("gs://") else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    )
+    endpoint = next(filter(None, map(os.environ.get, variables)), "")
     return from_url(
         url,
         client_options={

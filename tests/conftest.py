@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_store import Proxy, environment, make_bucket, proxy, s3_server
+from object_store import Proxy, environment, google_environment, make_bucket, proxy, s3_server
 
 from dflash import store
 
@@ -58,3 +58,11 @@ def bucket(s3_port: int, s3: Proxy) -> str:
     name = f"bucket-{uuid.uuid4().hex}"
     make_bucket(s3_port, name)
     return f"s3://{name}"
+
+
+@pytest.fixture(params=["s3", "gs"])
+def anywhere(request: pytest.FixtureRequest, bucket: str, s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a new bucket, by each scheme of a network's store."""
+    for name, value in google_environment(s3.server_address[1]).items():
+        monkeypatch.setenv(name, value)
+    return bucket.replace("s3://", f"{request.param}://")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from commandline import done, refused, run
-from object_store import writers_expire
+from object_store import google_environment, writers_expire
 from safetensors.torch import load_file
 from support import write_cache, write_target
 from train.tiny_runs import LENGTHS
@@ -163,6 +163,30 @@ def test_training_from_a_url_takes_the_steps_of_training_from_the_folder(bucket,
     )
     assert one.keys() == two.keys()
     assert all(bool((one[name] == two[name]).all()) for name in one)
+
+
+def test_a_cache_in_googles_store_is_extracted_looked_at_trained_from_and_repaired(
+    extract, bucket, s3, tmp_path, monkeypatch
+):
+    for name, value in google_environment(s3.server_address[1]).items():
+        monkeypatch.setenv(name, value)
+    url = f"{bucket}/cache".replace("s3://", "gs://")
+    done(*extract, "--out", tmp_path / "local")
+    done(*extract, "--out", url)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "second"))
+    done("cache", "verify", url, "--deep")
+    assert everything(url) == everything(tmp_path / "local")
+    flags = ("--layers", 1, "--block-size", 4, "--tokens-per-batch", 128, "--batches-per-step", 1)
+    flags += ("--max-steps", 2, "--holdout", 0, "--min-ready", 1, "--max-ready", 2, "--nproc", 1)
+    done("train", "--cache", url, "--out", tmp_path / "run", *flags)
+    there = store.Store(url)
+    shard = next(iter(there.sizes("shards")))
+    there.remove(shard)
+    assert shard in run("cache", "verify", url).output
+    assert "samples to make again" in done("cache", "repair", url)
+    done(*extract, "--out", url)
+    done("cache", "verify", url, "--deep")
+    assert everything(url) == everything(tmp_path / "local")
 
 
 def test_every_tool_takes_a_url(bucket, tmp_path, monkeypatch):

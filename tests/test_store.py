@@ -16,9 +16,9 @@ from dflash.store import Store, is_url, path_of_url
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_request_survives_every_kind_of_failure(s3, bucket, tmp_path, monkeypatch, fault):
+def test_every_request_survives_every_kind_of_failure(s3, anywhere, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(store_module, "PIECE_BYTES", 1000)
-    store, content = Store(f"{bucket}/a"), bytes(range(250)) * 10
+    store, content = Store(f"{anywhere}/a"), bytes(range(250)) * 10
     s3.once(fault)
     store.create("k", content)
     s3.once(fault, fault)
@@ -35,11 +35,11 @@ def test_every_request_survives_every_kind_of_failure(s3, bucket, tmp_path, monk
     assert store.sizes() == {}
 
 
-def test_of_two_writers_one_wins_whatever_happens_to_the_answers(s3, bucket):
+def test_of_two_writers_one_wins_whatever_happens_to_the_answers(s3, anywhere):
     for number, fault in enumerate([None, *FAULTS]):
         if fault is not None:
             s3.once(fault, method="PUT")
-        stores = [Store(bucket), Store(bucket)]
+        stores = [Store(anywhere), Store(anywhere)]
 
         def write(writer, number=number, stores=stores):
             try:
@@ -54,29 +54,31 @@ def test_of_two_writers_one_wins_whatever_happens_to_the_answers(s3, bucket):
         assert stores[0].read(f"k{number}") == bytes([won.index(True)]) * 50
 
 
-def test_a_server_that_stays_away_is_one_line_within_the_time_given(s3, bucket):
+def test_a_server_that_stays_away_is_one_line_within_the_time_given(s3, anywhere):
     s3.away = True
     started = time.monotonic()
     with pytest.raises(
-        StoreError, match=r"cannot read s3://.*/k: .*; tried for \d s; run the same"
+        StoreError, match=r"cannot read (s3|gs)://.*/k: .*; tried for \d s; run the same"
     ) as caught:
-        Store(bucket, retry_s=1).read("k")
+        Store(anywhere, retry_s=1).read("k")
     assert time.monotonic() - started < 4
     assert "\n" not in str(caught.value)
 
 
-def test_what_waiting_does_not_help_is_raised_at_once(s3, bucket):
+def test_what_waiting_does_not_help_is_raised_at_once(s3, anywhere):
     with pytest.raises(FileNotFoundError):
-        Store(bucket).read("nothing")
+        Store(anywhere).read("nothing")
+    with pytest.raises(StoreError, match=r"cannot write .*/k: there is no such bucket$"):
+        Store(anywhere + "-not-there").create("k", b"1")
     with pytest.raises(StoreError, match="no such bucket"):
-        Store("s3://not-there").sizes()
+        Store(anywhere + "-not-there").sizes()
 
 
-def test_keys_are_below_the_url_and_nowhere_else(s3, bucket):
-    Store(f"{bucket}/one/").create("x/y", b"1")
-    Store(f"{bucket}/one-more").create("z", b"2")
-    assert Store(f"{bucket}/one").sizes() == {"x/y": 1}
-    assert Store(f"{bucket}/one").sizes("x") == {"x/y": 1}
+def test_keys_are_below_the_url_and_nowhere_else(s3, anywhere):
+    Store(f"{anywhere}/one/").create("x/y", b"1")
+    Store(f"{anywhere}/one-more").create("z", b"2")
+    assert Store(f"{anywhere}/one").sizes() == {"x/y": 1}
+    assert Store(f"{anywhere}/one").sizes("x") == {"x/y": 1}
 
 
 def test_memory_is_a_store_of_this_process():
