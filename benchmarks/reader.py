@@ -11,10 +11,14 @@ buffer holds 16 large samples, a micro-batch of 16k tokens, or 256 small ones. T
     small_vs_preadv     the same for small samples, with checksums
     vs_file_per_sample  ours over one safetensors file a sample
     vs_torch_load       ours over `torch.load` of one file a sample
-    vs_mds              ours over mosaicml-streaming's random reads, in its own process (see `peers_env.py`)
+    vs_mds              ours over random reads of mosaicml-streaming's `StreamingDataset`, in its own process
+    vs_mds_local        ours over those of its `LocalDataset`, in the same process (see `peers_env.py`)
     open_10m_s, open_10m_mib   opening a cache of 10 M samples, and the most memory of that process
 
-A peer that cannot be installed or run is left out with the reason, its figure None.
+Ours reads with as many threads as there are processors, four at most. Where a peer's samples are copied into
+the buffer by torch, from a safetensors file or from `torch.load`, it takes torch's own (`OMP_NUM_THREADS`);
+`preadv` and mosaicml-streaming have one. A peer that cannot be installed or run is left out with the reason,
+its figure None.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -47,7 +52,7 @@ TAPS, HIDDEN = 5, 576
 TOKEN_BYTES = TAPS * HIDDEN * 2
 PACKAGES = {
     "mosaicml-streaming": [STREAMING],
-    "what its reader imports": ["Brotli", "python-snappy", "cramjam", "zstd"],
+    "what its reader imports": ["Brotli", "python-snappy", "cramjam", "zstd", "catalogue"],
 }
 IDENTITY = Identity(
     target="none",
@@ -180,10 +185,10 @@ class Streaming:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    def read(self, rows: list[int]) -> float:
-        """Seconds that it took for these samples."""
+    def read(self, dataset: str, rows: list[int]) -> float:
+        """Seconds that one of its datasets took for these samples."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(rows) + "\n")
+        self._process.stdin.write(json.dumps([dataset, rows]) + "\n")
         self._process.stdin.flush()
         return float(self._answer())
 
@@ -233,7 +238,8 @@ def measure_large(folder: Path) -> dict[str, float | None]:
     streaming = None
     try:
         streaming = Streaming(folder / "mds")
-        arms["mds"] = streaming.read
+        arms["mds"] = partial(streaming.read, "StreamingDataset")
+        arms["mds_local"] = partial(streaming.read, "LocalDataset")
     except (OSError, RuntimeError) as error:
         print(f"mosaicml-streaming is left out: {error}", file=sys.stderr)
     seconds = alternate(arms, LARGE)
@@ -246,6 +252,7 @@ def measure_large(folder: Path) -> dict[str, float | None]:
         "vs_file_per_sample": ratio(seconds, "ours", "file_per_sample"),
         "vs_torch_load": ratio(seconds, "ours", "torch_load"),
         "vs_mds": ratio(seconds, "ours", "mds"),
+        "vs_mds_local": ratio(seconds, "ours", "mds_local"),
     }
 
 

@@ -1,13 +1,16 @@
 """Random reads through mosaicml-streaming, timed in its own process: `reader_peers.py FOLDER BYTES COUNT`.
 
 Writes COUNT samples of BYTES random bytes, token ids and a mask to FOLDER, then answers each line of standard
-input (a JSON list of sample numbers) with the seconds that reading them took, their states copied into one
-buffer.
-Its `LocalDataset` is what it has for data that lies on this machine: no download, no coordination.
+input (a JSON list: which dataset, then a list of sample numbers) with the seconds that reading them took,
+their states copied into one buffer.
+
+    StreamingDataset   what trainers use, its shards all on this machine
+    LocalDataset       what it has for data that never leaves a machine: no download, no coordination
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -19,10 +22,8 @@ from mixing_peers import _module
 COLUMNS = {"hidden_states": "ndarray:uint8", "input_ids": "ndarray:int32", "loss_mask": "ndarray:uint8"}
 
 
-def main() -> None:
-    """Write, then serve."""
-    folder, size, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    local = _module("streaming", "streaming.base.local")
+def write(folder: Path, size: int, count: int) -> None:
+    """The samples, in shards of its default size."""
     writer = sys.modules["streaming.base.format"].MDSWriter
     rng = np.random.default_rng(0)
     with writer(out=str(folder), columns=COLUMNS, progress_bar=False) as out:
@@ -36,11 +37,23 @@ def main() -> None:
                     "loss_mask": np.ones(tokens, np.uint8),
                 }
             )
-    data = local.LocalDataset(str(folder))
+
+
+def main() -> None:
+    """Write, then serve."""
+    folder, size, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    streaming = _module("streaming", "streaming.base.dataset")
+    local = importlib.import_module("streaming.base.local")
+    write(folder, size, count)
+    datasets = {
+        "StreamingDataset": streaming.StreamingDataset(local=str(folder), batch_size=1, shuffle=False),
+        "LocalDataset": local.LocalDataset(str(folder)),
+    }
     print("ready", flush=True)
     buffer = np.ones(0, np.uint8)
     for line in sys.stdin:
-        rows = json.loads(line)
+        name, rows = json.loads(line)
+        data = datasets[name]
         if len(buffer) < len(rows) * size:
             buffer = np.ones(len(rows) * size, np.uint8)
         start = time.perf_counter()
