@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from dflash.cache.index import load_index
 from dflash.cache.manifest import Manifest, load_manifest, save_manifest
 from dflash.cache.reader import CacheReader
 from dflash.cache.shard import DATA_START, shard_name
+from dflash.cache.sorting import sort_ids
 from dflash.errors import CacheCorrupt, CacheError
 
 SAMPLES = make_samples(24)
@@ -273,3 +276,22 @@ def test_two_hundred_thousand_rows_load_at_the_rate_that_ten_million_need(tmp_pa
     assert len(index) == 200_000
     assert bool(np.all(index.ids[1:] > index.ids[:-1]))
     assert MAX_FRAGMENT_ROWS >= 50_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, (1 << 64) - 1) | st.integers(0, 40), max_size=60),
+    st.integers(0, 63),
+)
+def test_ids_are_sorted_whatever_bits_they_share(values, shift):
+    ids = np.array(values, np.uint64) >> np.uint64(shift)
+    found, places = sort_ids(ids)
+    assert found.tolist() == sorted(ids.tolist())
+    assert places.tolist() == np.argsort(ids, kind="stable").tolist()
+
+
+def test_opening_a_cache_does_not_wait_for_pandas(finished):
+    """Which pyarrow imports for its own conversions to NumPy."""
+    code = "import sys; from pathlib import Path; from dflash.cache.reader import CacheReader"
+    code += "; CacheReader(Path(sys.argv[1])); sys.exit('pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, finished], check=False).returncode == 0
