@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined] # it re-exports the stores without saying so
     DistError,
@@ -33,6 +35,7 @@ _FIRST_POLL_S, _POLL_S = 0.001, 0.02
 _FAREWELL_S = 5.0
 """How long the first rank, which may host the store, waits for the others to have read how it ended."""
 _uses = itertools.count()
+_Result = TypeVar("_Result")
 
 
 class Board:
@@ -173,9 +176,9 @@ class Board:
         try:
             yield
         except BaseException as error:
-            self.tell(error)
-            with suppress(RankFailed):
-                self._leave()
+            # who holds the store may be stopped
+            within(_FAREWELL_S, partial(self.tell, error), None)
+            within(2 * _FAREWELL_S, self._leave, None)
             raise
         with suppress(RankFailed):  # all is done: the first rank may be gone already
             self._leave()
@@ -211,6 +214,20 @@ class Board:
     def _set(self, key: str, value: str) -> None:
         with _reachable():
             self._store.set(key, value)
+
+
+def within(seconds: float, work: Callable[[], _Result], otherwise: _Result) -> _Result:
+    """What `work` returns; `otherwise` if it fails with another rank, or takes longer and is left alone."""
+    found = [otherwise]
+
+    def run() -> None:
+        with suppress(RankFailed):
+            found[0] = work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0]
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from dflash.errors import EXIT_RANK_FAILED, ConfigError, RankFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
     from dflash.world import World
 
 TIMEOUT = timedelta(minutes=10)
@@ -189,13 +191,19 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
     except SignalException as error:  # the launcher has passed the signal on and waited for the processes
         raise SystemExit(128 + int(error.sigval)) from None
     except ChildFailedError as error:
-        # A rank that ended only because another one failed is not the reason.
-        rank, first = min(
-            error.failures.items(), key=lambda item: (item[1].exitcode == EXIT_RANK_FAILED, item[1].timestamp)
-        )
+        rank, first = min(error.failures.items(), key=lambda item: _blame(item[1]))
+        if first.exitcode == EXIT_RANK_FAILED:  # the one it names was stopped, and said nothing
+            raise SystemExit(1) from None
         if first.exitcode > 0:  # it has said why itself
             raise SystemExit(first.exitcode) from None
         name = signal.Signals(-first.exitcode).name
         hint = ", perhaps for lack of memory" if name == "SIGKILL" else ""
         sys.stderr.write(f"Error: rank {rank} was ended by {name}{hint}; the other ranks were stopped\n")
         raise SystemExit(1) from None
+
+
+def _blame(failure: ProcessFailure) -> tuple[int, float]:
+    """Sorts first what ended the others: an own failure, then one because of another, then the launcher's."""
+    echoes = (EXIT_RANK_FAILED, -signal.SIGTERM)
+    place = 1 + echoes.index(failure.exitcode) if failure.exitcode in echoes else 0
+    return place, failure.timestamp

@@ -120,8 +120,16 @@ def test_a_launch_starts_this_program_and_divides_the_cores(launched):
     assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
-@pytest.mark.parametrize(("codes", "expected"), [({0: (2, 5.0), 1: (1, 9.0)}, 2), ({0: (-9, 1.0)}, 1)])
-def test_the_first_failure_decides_the_exit_code(launched, codes, expected):
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({0: (2, 5.0), 1: (1, 9.0)}, 2),
+        ({0: (-9, 1.0)}, 1),
+        ({0: (3, 1.0), 1: (2, 9.0)}, 2),  # rank 0 ended because of rank 1
+        ({0: (-15, 1.0), 1: (3, 9.0)}, 1),  # rank 0 was stopped, and ended by the launcher
+    ],
+)
+def test_the_failure_that_ended_the_others_decides_the_exit_code(launched, codes, expected, capsys):
     launched.fails = {}
     for rank, (code, when) in codes.items():
         launched.fails[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="none")
@@ -129,3 +137,4 @@ def test_the_first_failure_decides_the_exit_code(launched, codes, expected):
     with pytest.raises(SystemExit) as caught:
         dist.launch(["train"], 2)
     assert caught.value.code == expected
+    assert ("was ended by SIGKILL" in capsys.readouterr().err) == (codes == {0: (-9, 1.0)})

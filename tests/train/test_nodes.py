@@ -102,6 +102,21 @@ def test_a_rank_killed_at_random_ends_the_command_with_its_name_and_resume_goes_
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_ends_the_command_within_half_a_minute(cache, tmp_path, victim):
+    process = start(["dflash", *flags(cache, tmp_path / "run"), "--nproc", "2"])
+    wait_for_step(process, tmp_path / "run", 40)
+    os.kill(sorted(children(process))[victim], signal.SIGSTOP)
+    stopped = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - stopped < 35
+    assert process.returncode != 0
+    assert re.search(
+        rf"Error: rank {victim} is stopped or its machine is frozen: .* it was at step \d+", output
+    )
+    assert "Traceback" not in output
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_leaves_a_checkpoint_of_the_last_step(cache, tmp_path, number):
     process = start(["dflash", *flags(cache, tmp_path / "run"), "--nproc", "2"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -88,6 +90,122 @@ def test_a_rank_that_is_stuck_is_ended(tmp_path):
     started = time.monotonic()
     run_ranks(tmp_path / "ranks", 2, stuck, ends={0: EXIT_RANK_FAILED, 1: KILLED})
     assert time.monotonic() - started < 15
+
+
+SILENCE_S = 2.0
+
+
+def watched(board: Board, work, silence_s: float = SILENCE_S) -> None:
+    with lifeline(board, silence_s) as line:
+        work(line)
+
+
+def stopped(rank: int, size: int, victim: int, place: str) -> dict[str, torch.Tensor]:
+    """One rank is stopped behind a step while the others are in this place; woken up, it learns of it."""
+
+    def work(line: Lifeline) -> None:
+        line.at("step 7")
+        torch_dist.barrier()
+        if rank == victim:
+            time.sleep(SILENCE_S / 2)  # in which it says where it is
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if place == "collective":
+            torch_dist.all_reduce(torch.ones(1))
+        line.board.collect("nothing")
+
+    expected = rf"rank {victim} is stopped .* for 2 s; it was at step 7|is gone"
+    with pytest.raises(RankFailed, match=expected):
+        watched(Board(World(rank, size), "stopped"), work)
+    return {"none": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("place", ["collective", "board"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_stopped_ends_the_run_with_its_name_and_what_it_was_at(tmp_path, victim, place, capfd):
+    started = time.monotonic()
+    # nobody can be interrupted in a collective with a rank that is stopped
+    waiting = [rank for rank in range(3) if rank != victim] if place == "collective" else []
+    run_ranks(tmp_path / "ranks", 3, stopped, victim, place, ends=dict.fromkeys(waiting, EXIT_RANK_FAILED))
+    assert time.monotonic() - started < 20
+    if waiting:
+        assert (
+            f"Error: rank {victim} is stopped or its machine is frozen: nothing was heard from it for 2 s; "
+            in (capfd.readouterr().err)
+        )
+
+
+def stopped_with_the_store(rank: int, size: int, folder) -> dict[str, torch.Tensor]:
+    """The first rank holds the store, which does not answer while it is stopped."""
+    if rank == 0:
+        store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.tmp").write_text(str(store.port))
+        (folder / "port.tmp").rename(folder / "port")
+    while not (folder / "port").exists():
+        time.sleep(0.01)
+    if rank > 0:
+        store = torch_dist.TCPStore("127.0.0.1", int((folder / "port").read_text()))
+
+    def work(line: Lifeline) -> None:
+        torch_dist.barrier()
+        if rank == 0:
+            time.sleep(SILENCE_S)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        line.board.collect("nothing")
+
+    with pytest.raises(RankFailed):
+        watched(Board(World(rank, size), "held", store), work)
+    return {"none": torch.zeros(1)}
+
+
+def test_a_store_that_is_stopped_with_the_rank_that_holds_it_keeps_nobody(tmp_path):
+    started = time.monotonic()
+    run_ranks(tmp_path / "ranks", 2, stopped_with_the_store, tmp_path, ends={1: EXIT_RANK_FAILED})
+    assert time.monotonic() - started < 20
+
+
+def busy(rank: int, size: int, how: str) -> dict[str, torch.Tensor]:
+    """One rank works for three times as long as a rank may say nothing."""
+    end = time.monotonic() + 3 * 0.5
+
+    def work(_line: Lifeline) -> None:
+        if rank == 1 and how == "outside of Python":
+            time.sleep(3 * 0.5)
+        while rank == 1 and time.monotonic() < end:
+            sum(range(1000))
+        torch_dist.all_reduce(torch.ones(1))
+
+    watched(Board(World(rank, size), "busy"), work, silence_s=0.5)
+    return {"none": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("how", ["outside of Python", "in Python"])
+def test_a_rank_that_works_for_long_is_waited_for(tmp_path, how):
+    run_ranks(tmp_path / "ranks", 2, busy, how)
+
+
+def behind(rank: int, size: int, late: int) -> dict[str, torch.Tensor]:
+    """A rank whose main thread does not come to the collective that the other one waits in."""
+
+    def work(line: Lifeline) -> None:
+        line.at("step 4")
+        if rank == late:
+            line.board.collect("nothing")  # for ever, but for news
+        line.at("step 5")
+        torch_dist.all_reduce(torch.ones(1))
+
+    torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_LATE_S", 1.0)
+        with pytest.raises(RankFailed, match=rf"rank {late} is alive but has been at step 4 for"):
+            watched(Board(World(rank, size), "behind"), work)
+    return {"none": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_is_alive_but_stuck_is_named_when_the_collective_gives_up(tmp_path, late, capfd):
+    run_ranks(tmp_path / "ranks", 2, behind, late)
+    warning = rf"Warning: rank {late} is alive but has been at step 4 for \d s, while rank {1 - late} waits"
+    assert re.search(warning, capfd.readouterr().err)
 
 
 def test_alone_there_is_nobody_to_watch():
