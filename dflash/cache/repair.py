@@ -7,9 +7,9 @@
 4. Bad shards and their index fragments follow. A fragment that commits good shards too is replaced by one
    that commits those alone.
 
-The command that made the cache, run again, then makes just what is missing. Where only files beside the cache
-are bad (`planned.json`, `speeds.json`) they go aside and the manifest stays. A crash in between leaves an
-incomplete cache and some files aside; repairing again goes on.
+The command that made the cache, run again, then makes just what is missing. A crash in between leaves an
+incomplete cache and some files aside; repairing again goes on. Where only files beside the cache are bad
+(`planned.json`, `speeds.json`) they go aside and the manifest stays.
 """
 
 from __future__ import annotations
