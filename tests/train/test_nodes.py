@@ -14,7 +14,7 @@ import time
 
 import pytest
 from support import write_cache
-from tiny_runs import LENGTHS
+from tiny_runs import LENGTHS, Delivery
 
 from dflash.train.checkpoint import checkpoints, latest_checkpoint
 from dflash.train.record import METRICS_NAME
@@ -72,7 +72,8 @@ def wait_for_step(process: subprocess.Popen, run, step: int) -> None:
 
 
 def steps_of(run) -> list[int]:
-    return [json.loads(line)["step"] for line in (run / METRICS_NAME).read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / METRICS_NAME).read_text().splitlines()]
+    return [line["step"] for line in lines if "kind" not in line]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -100,6 +101,37 @@ def test_a_rank_killed_at_random_ends_the_command_with_its_name_and_resume_goes_
     )
     assert f"{STEPS:,} steps" in done.stdout
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
+def test_two_ranks_follow_a_cache_stop_while_they_wait_die_and_go_on_to_the_end(tmp_path):
+    """Started before there is a cache; what has arrived is drawn, and nothing behind it until more has."""
+    run, delivery = tmp_path / "run", Delivery(tmp_path / "cache", LENGTHS * 12)
+    command = ["dflash", *flags(delivery.cache, run, 100), "--follow", "--nproc", "2", "--resume"]
+    process = start(command)
+    delivery.bring(*range(60))
+    while not (run / METRICS_NAME).exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    last = -1
+    while last != (last := len(steps_of(run))):
+        time.sleep(3)
+    assert last < 100
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert f"{last} steps" in output
+    assert process.returncode == 128 + signal.SIGTERM
+    delivery.bring(*range(60, 90))
+    process = start(command)
+    while len(steps_of(run)) < last + 5:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    os.kill(sorted(children(process))[1], signal.SIGKILL)
+    assert "Error: rank 1 was ended by SIGKILL" in process.communicate(timeout=60)[0]
+    delivery.finish()
+    process = start(command)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert steps_of(run) == list(range(1, 101))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
