@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from datetime import timedelta
+from typing import NoReturn
 
 import pytest
 import torch
@@ -208,6 +209,30 @@ def test_a_rank_that_is_alive_but_stuck_is_named_when_the_collective_gives_up(tm
     assert re.search(warning, capfd.readouterr().err)
 
 
+def kept(rank: int, size: int) -> dict[str, torch.Tensor]:
+    """Rank 1 is killed; the first one waits until rank 2 knows, and rank 2 for what the first one sends."""
+
+    def work(line: Lifeline) -> None:
+        if rank == 1:
+            kill_myself()
+        if rank == 2:
+            torch_dist.recv(torch.ones(1), src=0)
+        line.board.collect("nothing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "GRACE_S", 0.5)
+        with pytest.raises(RankFailed, match="rank 1 is gone"):
+            within_ranks(World(rank, size), work)
+    return {"none": torch.zeros(1)}
+
+
+def test_a_rank_that_a_collective_with_the_living_keeps_is_ended_and_says_why(tmp_path, capfd):
+    started = time.monotonic()
+    run_ranks(tmp_path / "ranks", 3, kept, ends={1: KILLED, 2: EXIT_RANK_FAILED})
+    assert time.monotonic() - started < 15
+    assert "Error: rank 1 is gone; this rank ends too" in capfd.readouterr().err
+
+
 def test_alone_there_is_nobody_to_watch():
     with lifeline(Board(World(), "alone")) as line:
         assert line.lost is None
@@ -240,8 +265,12 @@ PLACES = {
 }
 
 
-def killed_at(rank: int, size: int, cache, out, when) -> dict[str, torch.Tensor]:
-    """A run one of whose ranks is killed at the n-th call of a part of the trainer."""
+def killed_at(rank: int, size: int, cache, out, when) -> NoReturn:
+    """A run one of whose ranks is killed at the n-th call of a part of the trainer.
+
+    The others end with the command's exit code: by themselves, or by their watch where a collective keeps
+    them.
+    """
     victim, place, call = when
     calls = []
     owner, name = PLACES[place]
@@ -258,7 +287,7 @@ def killed_at(rank: int, size: int, cache, out, when) -> dict[str, torch.Tensor]
             patch.setattr(owner, name, counted)
         with pytest.raises(RankFailed, match=f"rank {victim} is gone|holds the ranks' store"):
             train(tiny_config(cache, out / "run", sampler=SIX, save_every=2), World(rank, size))
-    return {"none": torch.zeros(1)}
+    raise SystemExit(EXIT_RANK_FAILED)
 
 
 def kill_and_resume(cache, tmp_path, seed: int, whole: dict[str, torch.Tensor]) -> None:
@@ -268,9 +297,8 @@ def kill_and_resume(cache, tmp_path, seed: int, whole: dict[str, torch.Tensor]) 
     victim = 0 if place == "write" else chance.randrange(size)
     call = 1 if place == "open" else chance.randrange(1, 4)
     started = time.monotonic()
-    run_ranks(
-        tmp_path / "ranks", size, killed_at, cache, tmp_path, (victim, place, call), ends={victim: KILLED}
-    )
+    ends = dict.fromkeys(range(size), EXIT_RANK_FAILED) | {victim: KILLED}
+    run_ranks(tmp_path / "ranks", size, killed_at, cache, tmp_path, (victim, place, call), ends=ends)
     assert time.monotonic() - started < 30, (size, place, victim, call)
     resumed = train(tiny_config(cache, tmp_path / "run", sampler=SIX, save_every=2, resume=True), World())
     assert resumed.steps == 8
