@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from corpora import corpora, for_all, quick_and_long
 from hypothesis import strategies as st
@@ -37,15 +39,27 @@ def test_no_bucket_is_a_whole_draw_from_its_quota(examples: int) -> None:
 
 
 @quick_and_long(40, 500)
-def test_no_bucket_waits_longer_than_two_over_its_share(examples: int) -> None:
+def test_fewer_others_than_two_over_its_share_come_between_two_draws_of_a_bucket(examples: int) -> None:
+    """Its distance from the quota can fall by 2 - 1/(K - 1) at most, and by p_b with each of the others."""
+
     @for_all(examples, WEIGHTS, st.integers(1, 1500))
     def check(weights: list[int], draws: int) -> None:
-        chairman, total = Chairman(weights), sum(weights)
+        chairman, total, parts = Chairman(weights), sum(weights), max(2, 2 * len(weights) - 2)
         ages = [0] * len(weights)
         for _ in range(draws):
             chosen = chairman.pick()
             ages = [0 if bucket == chosen else age + 1 for bucket, age in enumerate(ages)]
-            assert all(age * weight <= 2 * total for age, weight in zip(ages, weights, strict=True))
+            for age, weight in zip(ages, weights, strict=True):
+                assert age * weight * parts <= 2 * (parts - 1) * total
+
+
+def test_the_others_are_counted_not_the_draws_from_one_to_the_next() -> None:
+    """The last of these shares is 0.789: two others do come in a row, though 2/0.789 is less than three."""
+    weights = [1, 277, 1452, 6476]
+    chairman = Chairman(weights)
+    picks = [chairman.pick() for _ in range(sum(weights))]
+    places = [place for place, pick in enumerate(picks) if pick == 3]
+    assert max(after - before - 1 for before, after in pairwise(places)) == 2
 
 
 @quick_and_long(40, 250)
