@@ -108,7 +108,6 @@ def test_taps_are_whole_streams_on_every_rank_of_a_replica(config):
     assert exit_codes(start_ranks(config, 2, check_streams)) == [0, 0]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_gives_the_streams_of_one_rank(tmp_path, config, name):
     family = write_family(tmp_path / name, name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -197,19 +200,62 @@ def test_a_stage_whose_run_is_killed_saves_and_ends_and_is_waited_for(
         assert "waiting for it" in capsys.readouterr().err
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("after", [4.0, 9.0, 14.0, 19.0, 24.0, 30.0])
-def test_kill_9_at_any_moment_and_the_same_command_goes_on(tmp_path: Path, after: float) -> None:
-    path = place_of(tmp_path)
-    line = [sys.executable, "-m", "dflash", "run", str(path)]
-    env = os.environ | {"DFLASH_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL) as process:
+STAGES = ("plan", "extract", "train", "eval", "export", "report")
+
+
+def command(folder: Path) -> dict[str, Any]:
+    """How the recipe of a folder is run."""
+    env = os.environ | {"DFLASH_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+    return {"args": [sys.executable, "-m", "dflash", "run", str(folder / "recipe.toml")], "env": env}
+
+
+def run_whole(folder: Path) -> str:
+    return subprocess.run(**command(folder), capture_output=True, text=True, check=True).stdout
+
+
+def records(folder: Path) -> dict[str, dict[str, Any]]:
+    with suppress(FileNotFoundError):
+        return json.loads((folder / "out" / "run-state.json").read_text())["stages"]
+    return {}
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """Seconds that each stage takes when nothing disturbs it."""
+    folder = place_of(tmp_path_factory.mktemp("usual")).parent
+    run_whole(folder)
+    return {name: records(folder)[name]["seconds"] for name in STAGES}
+
+
+def kill_in(folder: Path, stage: str, after: float, *, both: bool) -> bool:
+    """Kill the run so many seconds into a stage, and the stage too if both; whether it was still at work."""
+    with subprocess.Popen(**command(folder), stdout=subprocess.DEVNULL) as process:
+        while stage not in records(folder):
+            assert process.poll() is None
+            time.sleep(0.05)
         time.sleep(after)
-        process.kill()
-    done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
-    assert "2/2" in done.stdout
-    again = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
-    assert again.stdout.count("whole and unchanged") == 6
-    out = tmp_path / "out"
+        found = ["ps", "--ppid", str(process.pid), "-o", "pid="]
+        stages = subprocess.run(found, capture_output=True, text=True, check=False).stdout.split()
+        for pid in (process.pid, *(map(int, stages) if both else ())):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return not records(folder)[stage]["done"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2))
+def test_kill_9_in_every_stage_and_the_same_command_goes_on(
+    tmp_path: Path, usual: dict[str, float], seed: int
+) -> None:
+    """The run is killed alone, so that its stage saves and ends, and with its stage, in turn."""
+    chance, folder = random.Random(seed), place_of(tmp_path).parent
+    hit = [
+        kill_in(folder, stage, chance.random() * usual[stage], both=(seed + number) % 2 == 1)
+        for number, stage in enumerate(STAGES)
+    ]
+    assert any(hit)
+    assert "2/2" in run_whole(folder)
+    assert run_whole(folder).count("whole and unchanged") == len(STAGES)
+    out = folder / "out"
     assert len(list(out.glob("cache-*"))) == len(list(out.glob("train-*"))) == 1
-    assert not [path for path in out.glob("*.old-*") if path.name != "export.old-1"]
+    assert not [path for path in out.glob("*.old-*") if not path.name.startswith("export.")]

@@ -21,6 +21,7 @@ from dflash.train.record import METRICS_NAME
 
 pytestmark = pytest.mark.long
 STEPS = 600
+FEWER = 300  # still far from its end a second behind step 40
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_a_rank_killed_at_random_ends_the_command_with_its_name_and_resume_goes_
     cache, tmp_path, mode, seed
 ):
     chance = random.Random(seed)
-    command = ["dflash", *flags(cache, tmp_path / "run"), "--nproc", "2", "--parallel", mode]
+    command = ["dflash", *flags(cache, tmp_path / "run", FEWER), "--nproc", "2", "--parallel", mode]
     process = start(command)
     wait_for_step(process, tmp_path / "run", 40)
     time.sleep(chance.random())
@@ -99,8 +100,8 @@ def test_a_rank_killed_at_random_ends_the_command_with_its_name_and_resume_goes_
     done = subprocess.run(
         [sys.executable, "-m", *command, "--resume"], capture_output=True, text=True, check=True
     )
-    assert f"{STEPS:,} steps" in done.stdout
-    assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+    assert f"{FEWER:,} steps" in done.stdout
+    assert steps_of(tmp_path / "run") == list(range(1, FEWER + 1))
 
 
 def test_two_ranks_follow_a_cache_stop_while_they_wait_die_and_go_on_to_the_end(tmp_path):
