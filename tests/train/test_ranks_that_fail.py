@@ -101,8 +101,12 @@ def watched(board: Board, work, silence_s: float = SILENCE_S) -> None:
         work(line)
 
 
-def stopped(rank: int, size: int, victim: int, place: str) -> dict[str, torch.Tensor]:
-    """One rank is stopped behind a step while the others are in this place; woken up, it learns of it."""
+def stopped(rank: int, size: int, victim: int, place: str) -> NoReturn:
+    """One rank is stopped behind a step while the others are in this place; woken up, it learns of it.
+
+    All end with the command's exit code. A collective with a rank that is stopped cannot be interrupted; once
+    one rank is ended by its watch, that of another fails, and that one may end by itself.
+    """
 
     def work(line: Lifeline) -> None:
         line.at("step 7")
@@ -117,18 +121,16 @@ def stopped(rank: int, size: int, victim: int, place: str) -> dict[str, torch.Te
     expected = rf"rank {victim} is stopped .* for 2 s; it was at step 7|is gone"
     with pytest.raises(RankFailed, match=expected):
         watched(Board(World(rank, size), "stopped"), work)
-    return {"none": torch.zeros(1)}
+    raise SystemExit(EXIT_RANK_FAILED)
 
 
 @pytest.mark.parametrize("place", ["collective", "board"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_stopped_ends_the_run_with_its_name_and_what_it_was_at(tmp_path, victim, place, capfd):
     started = time.monotonic()
-    # nobody can be interrupted in a collective with a rank that is stopped
-    waiting = [rank for rank in range(3) if rank != victim] if place == "collective" else []
-    run_ranks(tmp_path / "ranks", 3, stopped, victim, place, ends=dict.fromkeys(waiting, EXIT_RANK_FAILED))
+    run_ranks(tmp_path / "ranks", 3, stopped, victim, place, ends=dict.fromkeys(range(3), EXIT_RANK_FAILED))
     assert time.monotonic() - started < 20
-    if waiting:
+    if place == "collective":
         assert (
             f"Error: rank {victim} is stopped or its machine is frozen: nothing was heard from it for 2 s; "
             in (capfd.readouterr().err)
