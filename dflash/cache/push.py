@@ -12,11 +12,9 @@ from dflash.errors import CacheError
 from dflash.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from dflash.cache.shard import ShardLayout
-    from dflash.store import Store
+    from dflash.cache.index import CacheIndex
 
 
 def push_cache(cache: Path, url: str, *, show: bool = True) -> int:
@@ -36,29 +34,32 @@ def push_cache(cache: Path, url: str, *, show: bool = True) -> int:
         CacheError: the store holds something else there, or another run is writing.
         StoreError: the store does not answer, or refuses.
     """
-    mirror, layouts = Mirror.at(url), load_index(cache, load_manifest(cache)).layouts
+    mirror, index = Mirror.at(url), load_index(cache, load_manifest(cache))
     try:
         with mirror.writing():
-            _send(cache, mirror.store, layouts, show=show)
+            _send(cache, mirror, index, show=show)
             mirror.held()
             mirror.store.create(MANIFEST_NAME, (cache / MANIFEST_NAME).read_bytes())
     except FileExistsError as error:
         raise CacheError(f"{error.filename} holds something else; choose an empty place") from error
-    return sum(layout.file_size for layout in layouts)
+    return sum(layout.file_size for layout in index.layouts)
 
 
-def _send(cache: Path, store: Store, layouts: Sequence[ShardLayout], *, show: bool) -> None:
-    """Send all but the manifest.
+def _send(cache: Path, mirror: Mirror, index: CacheIndex, *, show: bool) -> None:
+    """Send all but the manifest; shards of a cache in another store are fetched from there.
 
     Raises:
         FileExistsError: the store holds another cache there, or other bytes.
     """
-    sizes, manifest = store.sizes(), (cache / MANIFEST_NAME).read_bytes()
+    store, source = mirror.store, mirror_of(cache)
+    sizes, total = store.sizes(), sum(layout.file_size for layout in index.layouts)
     if MANIFEST_NAME in sizes:
-        store.create(MANIFEST_NAME, manifest)  # refuses before anything is sent
-    with Progress("push", sum(layout.file_size for layout in layouts) >> 20, "MiB", enabled=show) as progress:
-        for layout in layouts:
+        store.create(MANIFEST_NAME, (cache / MANIFEST_NAME).read_bytes())  # refuses before anything is sent
+    with Progress("push", total >> 20, "MiB", enabled=show) as progress:
+        for layout, digest in zip(index.layouts, index.digests, strict=True):
             if sizes.get(layout.name) != layout.file_size:
+                if source is not None and source.url != mirror.url:
+                    source.copies.fetch([(layout, digest)])
                 store.create(layout.name, cache / layout.name)
             progress.advance(layout.file_size >> 20)
     for path in fragment_paths(cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +36,8 @@ def claim_of(mirror: Mirror | None) -> int:
 
 
 def writer_name(mirror: Mirror | None, rank: int) -> str:
-    """What a rank's units are called; in a store the claim's number keeps them from those of other runs."""
-    return f"rank{rank}" if mirror is None else f"run{claim_of(mirror)}-rank{rank}"
+    """What a rank's units are called; in a store like no other's, also of a cache that was pushed there."""
+    return f"rank{rank}" if mirror is None else f"rank{rank}-{uuid.uuid4().hex[:12]}"
 
 
 def finalized(cache: Path, mirror: Mirror | None, bad: Sequence[BadSample]) -> Manifest:

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from object_store import writers_expire
 
 from dflash.cache import claim as claim_module
 from dflash.cache.claim import CLAIMS_FOLDER, Claim
-from dflash.cache.manifest import create_cache
+from dflash.cache.manifest import create_cache, load_manifest, save_manifest
 from dflash.cache.mirror import FOLDER_VARIABLE, Mirror, local_folder
 from dflash.cache.push import push_cache
 from dflash.cache.reader import CacheReader, committed_ids
@@ -248,6 +249,24 @@ def run_both(turns: Turns, mirrors: Sequence[Mirror], second: Sequence[Any]) -> 
 
 def read_committed(url: str) -> list[int]:
     return committed_ids(local_folder(url)).tolist()
+
+
+def test_data_is_added_to_a_cache_that_was_pushed_from_elsewhere(url, machine):
+    """Claims are counted anew in the other place, and units must not be: their names are those of shards."""
+    write_rest(machine("one", f"{url}-before"))
+    other = machine("two", url)
+    push_cache(local_folder(f"{url}-before"), url, show=False)
+    more = make_samples(9)[6:]
+    with other.writing():
+        other.begin()
+        manifest = load_manifest(other.cache)
+        save_manifest(other.cache, replace(manifest, expected_samples=9, complete=False, content_digest=None))
+        other.push_parts()
+        with CacheWriter(other.cache, manifest, writer_name(other, 0), 400, other.commits) as out:
+            for sample in more:
+                out.write(sample)
+        finalized(other.cache, other, ())
+    assert same_samples(read_all(url), [*SAMPLES, *more])
 
 
 def test_folders_of_machines_have_names_of_their_own(url, machine, tmp_path):
