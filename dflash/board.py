@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _FIRST_POLL_S, _POLL_S = 0.001, 0.02
 _FAREWELL_S = 5.0
 """How long the first rank, which may host the store, waits for the others to have read how it ended."""
+_ECHO_S = 1.0
+"""How much later a rank ends than the one whose failure ends it: launchers show the first and stop the rest."""
 _uses = itertools.count()
 _Result = TypeVar("_Result")
 
@@ -179,6 +181,8 @@ class Board:
             # who holds the store may be stopped
             within(_FAREWELL_S, partial(self.tell, error), None)
             within(2 * _FAREWELL_S, self._leave, None)
+            if isinstance(error, RankFailed):
+                time.sleep(_ECHO_S)
             raise
         with suppress(RankFailed):  # all is done: the first rank may be gone already
             self._leave()

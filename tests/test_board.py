@@ -101,6 +101,24 @@ def test_a_failure_reaches_ranks_that_wait_and_is_not_told_twice():
         assert str(error) == "rank 1 has failed: no such flag"
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_rank_that_fails_ends_before_those_that_fail_with_it(failing):
+    """A launcher shows the first one that ends, and gives the others no time to say why."""
+    ended = {}
+
+    def work(board):
+        try:
+            with board.telling_failure():
+                if board.world.rank == failing:
+                    raise ConfigError("no such flag")
+                board.meet("never")
+        finally:
+            ended[board.world.rank] = time.monotonic()
+
+    together(work)
+    assert all(ended[rank] - ended[failing] > 0.5 for rank in range(3) if rank != failing)
+
+
 def test_a_request_to_stop_reaches_all():
     def work(board):
         if board.world.rank == 2:
