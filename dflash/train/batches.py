@@ -18,6 +18,7 @@ from torch import Tensor
 from dflash.attention import BlockLayout
 from dflash.cache.quantised import join
 from dflash.errors import ConfigError
+from dflash.train.padding import with_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -152,7 +153,8 @@ class PackedBatch:
         )
         if moved.coded is None:
             return moved
-        return replace(moved, features=moved.coded.decode().flatten(1), coded=None)
+        features = moved.coded.decode().flatten(1)
+        return replace(moved, features=with_rows(features, len(moved.context_positions)), coded=None)
 
     def pin(self) -> PackedBatch:
         """The same batch in page-locked memory, from which CUDA copies run beside the computation."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dflash.head import TargetHead
     from dflash.train.batches import PackedBatch
 from dflash.train.candidates import candidates
-from dflash.train.padding import with_rows
 from dflash.train.parallel import zero_of
 
 LOGIT_ROWS = 512
@@ -241,7 +240,7 @@ class DraftingLoss(nn.Module):
         hidden = self.drafter(
             self.head.embed(batch.block_ids).float(),  # the residual stream stays in float32
             batch.block_positions,
-            with_rows(batch.features[:, : self.width].to(dtype), len(batch.context_positions)),
+            batch.features[:, : self.width].to(dtype),
             batch.context_positions,
             batch.layout,
             first_slot=1,

@@ -43,7 +43,7 @@ def multiples_for(device: torch.device) -> Multiples:
 def padded(batch: PackedBatch, multiples: Multiples) -> PackedBatch:
     """The batch with more rows and blocks; one without blocks stays as it is.
 
-    The rows get positions here; features have them from `pack`, or, decoded later, in `with_rows`.
+    Features that `pack` has not given room for are copied; those still coded get their rows when decoded.
     """
     rows, blocks = len(batch.context_positions), batch.blocks
     more_rows, more_blocks = -rows % multiples.rows, -blocks % multiples.blocks
@@ -52,6 +52,7 @@ def padded(batch: PackedBatch, multiples: Multiples) -> PackedBatch:
     layout, nothing = batch.layout, [rows] * more_blocks
     return replace(
         batch,
+        features=batch.features if batch.coded else with_rows(batch.features, rows + more_rows),
         context_positions=F.pad(batch.context_positions, (0, more_rows)),
         block_ids=_more(batch.block_ids, more_blocks),
         block_positions=_more(batch.block_positions, more_blocks),
