@@ -34,8 +34,8 @@ lint: $(INSTALLED) ## ruff, mypy --strict, import contracts
 unit: $(INSTALLED) ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
 
-test-long: $(INSTALLED) ## tests that take minutes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) -m long --timeout 900
+test-long: $(INSTALLED) ## the long tests: kills at random, launchers, many examples
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal -m long --timeout 900
 
 clients: $(INSTALLED)
 	tests/serving/setup_clients.sh $(PYTHON)
