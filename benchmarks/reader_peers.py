@@ -1,16 +1,12 @@
 """Random reads through mosaicml-streaming, timed in its own process: `reader_peers.py FOLDER BYTES COUNT`.
 
 Writes COUNT samples of BYTES random bytes, token ids and a mask to FOLDER, then answers each line of standard
-input (a JSON list: which dataset, then a list of sample numbers) with the seconds that reading them took,
-their states copied into one buffer.
-
-    StreamingDataset   what trainers use, its shards all on this machine
-    LocalDataset       what it has for data that never leaves a machine: no download, no coordination
+input (a JSON list of sample numbers) with the seconds that reading them took, their states copied into one
+buffer. They are read through `StreamingDataset`, as trainers do, its shards all on this machine.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
@@ -43,17 +39,12 @@ def main() -> None:
     """Write, then serve."""
     folder, size, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     streaming = _module("streaming", "streaming.base.dataset")
-    local = importlib.import_module("streaming.base.local")
     write(folder, size, count)
-    datasets = {
-        "StreamingDataset": streaming.StreamingDataset(local=str(folder), batch_size=1, shuffle=False),
-        "LocalDataset": local.LocalDataset(str(folder)),
-    }
+    data = streaming.StreamingDataset(local=str(folder), batch_size=1, shuffle=False)
     print("ready", flush=True)
     buffer = np.ones(0, np.uint8)
     for line in sys.stdin:
-        name, rows = json.loads(line)
-        data = datasets[name]
+        rows = json.loads(line)
         if len(buffer) < len(rows) * size:
             buffer = np.ones(len(rows) * size, np.uint8)
         start = time.perf_counter()
