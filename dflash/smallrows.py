@@ -1,11 +1,15 @@
 """Linear layers for a handful of rows on a CPU, where decoding spends its time.
 
-A verification pass has a few rows, so it costs what reading the weights costs. The float32 kernels behind
-`F.linear` repack the weights for two rows or more, which takes longer than reading them;
-`(W @ x.T).T` is the same product without that.
+A verification pass has a few rows, so it costs what reading the weights costs. On an AMD processor the
+float32 kernels behind `F.linear` repack the weights for two rows or more, which takes three times as long as
+reading them; `(W @ x.T).T` is the same product without that. On Intel's own, MKL has kernels for few rows,
+and it is the other form that takes three times as long.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +17,16 @@ from torch.nn import functional as F
 
 MOST_ROWS = 12
 """Above this, repacking pays."""
+
+
+@cache
+def has_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether `F.linear` is fast for few rows here: MKL looks at who made the processor."""
+    try:
+        maker = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("vendor_id"))
+    except (OSError, StopIteration):
+        return False
+    return torch.backends.mkl.is_available() and maker.split()[-1] == "GenuineIntel"
 
 
 def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,7 +38,7 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         bias: `[out]`.
     """
     rows = x.numel() // max(x.shape[-1], 1)
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not 1 < rows <= MOST_ROWS:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not 1 < rows <= MOST_ROWS or has_kernels():
         return F.linear(x, weight, bias)
     # [..., in] -> [rows, in] -> [out, rows] -> [..., out]
     out = (weight @ x.reshape(rows, -1).T).T.contiguous().view(*x.shape[:-1], weight.shape[0])
