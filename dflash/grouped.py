@@ -25,8 +25,12 @@ from torch import Tensor
 from dflash.attention import BlockAttention, BlockLayout, KeyValue, flex_block_attention
 
 TILE_BLOCKS = (1, 2, 4, 8, 16, 24, 32)
-"""Blocks of a tile. At most: enough rows for the matrix product, little masked work."""
+"""Blocks of a tile."""
+TILE_ROWS = 512
+"""Rows of scores of one head at most: enough for the matrix product, and still in the processor's cache."""
 TILE_WIDTH = 64
+KEPT_BYTES = 128 << 20
+"""Attention weights of a layer that are kept for the backward pass; more of them are computed again there."""
 
 
 def grouped_attention(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:
@@ -76,19 +80,20 @@ class Tiles:
     tiles: tuple[Tile, ...]
 
     @classmethod
-    def of(cls, layout: BlockLayout, heads: int, size: int) -> Tiles:
-        """Those of a layout for g heads and blocks of B, derived once for all layers."""
-        key = f"tiles {heads} {size}"
+    def of(cls, layout: BlockLayout, heads: int, size: int, rows: int) -> Tiles:
+        """Those of a layout for g heads, blocks of B and R rows, derived once for all layers."""
+        most = max((blocks for blocks in TILE_BLOCKS if blocks * rows <= TILE_ROWS), default=1)
+        key = f"tiles {heads} {size} {most}"
         if key not in layout.memo:
-            layout.memo[key] = cls._build(layout, heads, size)
+            layout.memo[key] = cls._build(layout, heads, size, most)
         return layout.memo[key]  # type: ignore[no-any-return]
 
     @classmethod
-    def _build(cls, layout: BlockLayout, heads: int, size: int) -> Tiles:
+    def _build(cls, layout: BlockLayout, heads: int, size: int, most: int) -> Tiles:
         starts, ends = layout.context_start.tolist(), layout.context_end.tolist()
         device = layout.context_end.device
         tiles, order, real, at = list[Tile](), list[int](), list[bool](), 0
-        for first, last in _runs(starts):
+        for first, last in _runs(starts, most):
             more = next(size for size in TILE_BLOCKS if size >= last - first) - (last - first)
             blocks = [*range(first, last), *[last - 1] * more]
             start, end = starts[first], ends[last - 1]
@@ -114,47 +119,50 @@ class Tiles:
 
 
 class _Grouped(torch.autograd.Function):
-    """Attention whose weights exist one tile at a time; the backward pass computes them again."""
+    """Attention whose weights are kept for the backward pass if they are few, or computed again there."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, *tensors: Any) -> Tensor:
         """`(query, context key, context value, block key, block value, layout) -> [A, Q, h, d]`."""
         *given, layout = tensors
         work = _Work.begin(query, KeyValue(*given[:2]), KeyValue(*given[2:]), layout)
+        kept: list[Tensor] | None = [] if any(ctx.needs_input_grad) and work.bytes <= KEPT_BYTES else None
         with torch.autocast(query.device.type, enabled=False):
             own, out = work.own_scores(), torch.empty_like(work.query)
-            for tile, weights in work.weights(own):
+            for tile, weights in work.weights(own, kept):
                 values = tile.seen(work.context.value, work.room(1))
                 torch.bmm(weights, values, out=tile.of(out, work.heads))
                 tile.of(own, work.heads).copy_(work.own_of(weights))  # scores become weights
             out += torch.bmm(own, work.block.value)
-        ctx.save_for_backward(query, *given)
-        ctx.layout = layout
+        ctx.save_for_backward(query, *given, *(kept or []))
+        ctx.layout, ctx.kept = layout, kept is not None
         return _slots(work.tiles.scatter(out, work.heads), query.shape)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         """Gradients of all five tensors."""
-        query, *given = ctx.saved_tensors
+        query, *saved = ctx.saved_tensors
+        given, kept = saved[:4], saved[4:]
         work = _Work.begin(query, KeyValue(*given[:2]), KeyValue(*given[2:]), ctx.layout)
         heads, tiles = work.heads, work.tiles
         above = tiles.gather(_pairs(upstream[0].to(query.dtype), heads))
         above[tiles.fillers] = 0.0
         own, d_own = work.own_scores(), torch.bmm(above, work.block.value.mT)
+        weighed = zip(tiles.tiles, kept, strict=True) if ctx.kept else work.weights(own)
         d_query = torch.empty_like(work.query)
         d_context = [torch.zeros_like(part, dtype=torch.float32) for part in work.context]
-        for tile, weights in work.weights(own):
+        for tile, weights in weighed:
             keys = tile.seen(work.context.key, work.room(0))
             values = tile.seen(work.context.value, work.room(1))
             slope = torch.bmm(tile.of(above, heads), values.mT, out=work.like(weights))
             work.own_of(slope).copy_(tile.of(d_own, heads))
             work.add(d_context[1], tile, torch.bmm(weights.mT, tile.of(above, heads), out=values))
-            slope = torch._softmax_backward_data(slope, weights, -1, slope.dtype).mul_(work.scale)  # noqa: SLF001
+            slope = torch._softmax_backward_data(slope, weights, -1, slope.dtype)  # noqa: SLF001
             torch.bmm(slope, keys, out=tile.of(d_query, heads))
             work.add(d_context[0], tile, torch.bmm(slope.mT, tile.of(work.query, heads), out=keys))
             tile.of(own, heads).copy_(work.own_of(weights))
             tile.of(d_own, heads).copy_(work.own_of(slope))
-        d_query += torch.bmm(d_own, work.block.key)
+        d_query.add_(torch.bmm(d_own, work.block.key)).mul_(work.scale)
         d_block = torch.bmm(d_own.mT, work.query), torch.bmm(own.mT, above)
         return (
             _slots(tiles.scatter(d_query, heads), query.shape),
@@ -180,24 +188,28 @@ class _Work:
 
     tiles: Tiles
     query: Tensor
-    """`[A' * g, R, d]`."""
+    """`[A' * g, R, d]`, scaled."""
     context: KeyValue
     """`[T, g, d]`."""
     block: KeyValue
     """`[A' * g, B, d]`."""
     rooms: tuple[Tensor, ...]
     """For one tile's keys, values, weights and their slopes."""
+    scale: float
+    """Of the scores."""
 
     @classmethod
     def begin(cls, query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> _Work:
         """Bring queries, and keys and values of blocks, into the order of the tiles."""
         size, heads, width = block.key.shape[1:]
-        tiles = Tiles.of(layout, heads, size)
-        rows = tiles.gather(_pairs(query, heads))
+        per = query.shape[1] * query.shape[2] // heads
+        tiles = Tiles.of(layout, heads, size, per)
+        scale = float(query.shape[-1] ** -0.5)
         seen = heads * width * max(tile.width for tile in tiles.tiles)
-        scores = heads * rows.shape[1] * max((tile.last - tile.first) * tile.width for tile in tiles.tiles)
+        scores = heads * per * max((tile.last - tile.first) * tile.width for tile in tiles.tiles)
+        rooms = tuple(query.new_empty(count) for count in (seen, seen, scores, scores))
         own = KeyValue(*(tiles.gather(part.transpose(1, 2)) for part in block))
-        return cls(tiles, rows, context, own, tuple(query.new_empty(n) for n in (seen, seen, scores, scores)))
+        return cls(tiles, tiles.gather(_pairs(query, heads)).mul_(scale), context, own, rooms, scale)
 
     @property
     def heads(self) -> int:
@@ -205,9 +217,10 @@ class _Work:
         return self.context.key.shape[1]
 
     @property
-    def scale(self) -> float:
-        """Of the scores."""
-        return float(self.query.shape[-1] ** -0.5)
+    def bytes(self) -> int:
+        """Of the weights of all tiles."""
+        rows = self.heads * self.query.shape[1] * self.query.element_size()
+        return rows * sum((tile.last - tile.first) * tile.width for tile in self.tiles.tiles)
 
     def room(self, number: int) -> Tensor:
         """For keys (0) or values (1) of a tile."""
@@ -223,40 +236,44 @@ class _Work:
 
     def own_scores(self) -> Tensor:
         """Scaled scores of each block's rows with its own keys, `[A' * g, R, B]`."""
-        return torch.bmm(self.query, self.block.key.mT).mul_(self.scale)
+        return torch.bmm(self.query, self.block.key.mT)
 
-    def weights(self, own: Tensor) -> Iterator[tuple[Tile, Tensor]]:
-        """Attention weights `[g, n*R, W]` of each tile, in the same memory: gone when the next ones come.
+    def weights(self, own: Tensor, kept: list[Tensor] | None = None) -> Iterator[tuple[Tile, Tensor]]:
+        """Attention weights `[g, n*R, W]` of each tile.
 
         Args:
             own: As `own_scores` gives them.
+            kept: They are put here; otherwise all are in the same memory, and gone when the next ones come.
         """
-        nothing = own.new_zeros(())
         for tile in self.tiles.tiles:
             keys, queries = tile.seen(self.context.key, self.rooms[0]), tile.of(self.query, self.heads)
             shape = (self.heads, queries.shape[1], tile.width)
-            scores = self.rooms[2][: math.prod(shape)].view(shape)
-            torch.baddbmm(nothing, queries, keys.mT, beta=0, alpha=self.scale, out=scores)
+            # apart, since memory of this size is used again in the next step, but not a large piece
+            scores = self.rooms[2][: math.prod(shape)].view(shape) if kept is None else own.new_empty(shape)
+            torch.bmm(queries, keys.mT, out=scores)
             unseen = scores[..., tile.width - tile.hidden.shape[1] - own.shape[2] : tile.width - own.shape[2]]
             torch.unflatten(unseen, 1, (tile.last - tile.first, -1)).masked_fill_(
                 tile.hidden[None, :, None, :], -math.inf
             )
             self.own_of(scores).copy_(tile.of(own, self.heads))
-            yield tile, torch.softmax(scores, dim=-1, out=scores)
+            torch.softmax(scores, dim=-1, out=scores)
+            if kept is not None:
+                kept.append(scores)
+            yield tile, scores
 
     def add(self, total: Tensor, tile: Tile, gradient: Tensor) -> None:
         """Add a tile's `[g, W, d]` to the context's float32 `[T, g, d]`."""
         total[tile.start : tile.end] += gradient[:, : tile.end - tile.start].transpose(0, 1)
 
 
-def _runs(starts: list[int]) -> Iterator[tuple[int, int]]:
-    """Blocks of one document, cut into runs that are as even as can be: first, and one past the last."""
+def _runs(starts: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Blocks of one document in even runs of at most so many: the first of each, and one past its last."""
     begin = 0
     while begin < len(starts):
         end = begin
         while end < len(starts) and starts[end] == starts[begin]:
             end += 1
-        parts = -(-(end - begin) // TILE_BLOCKS[-1])
+        parts = -(-(end - begin) // most)
         for part in range(parts):
             yield (
                 begin + part * (end - begin) // parts,

@@ -26,7 +26,8 @@ def has_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         maker = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("vendor_id"))
     except (OSError, StopIteration):
         return False
-    return torch.backends.mkl.is_available() and maker.split()[-1] == "GenuineIntel"
+    with_mkl = bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
+    return with_mkl and maker.split()[-1] == "GenuineIntel"
 
 
 def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
