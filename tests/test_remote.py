@@ -95,6 +95,7 @@ def started(tmp_path: Path, machine: str, *flags: object) -> subprocess.Popen[st
     )
 
 
+@pytest.mark.long
 def test_of_two_machines_that_extract_to_one_url_at_a_time_one_does_it(extract, bucket, s3, tmp_path):
     url, other_has_ended = f"{bucket}/cache", threading.Event()
 
@@ -119,6 +120,7 @@ def test_of_two_machines_that_extract_to_one_url_at_a_time_one_does_it(extract, 
     assert everything(url) == everything(tmp_path / "local")
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_is_gone_on_with_at_once_by_its_own_machine(
     extract, bucket, s3, tmp_path, monkeypatch
 ):

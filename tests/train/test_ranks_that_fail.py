@@ -160,6 +160,7 @@ def stopped_with_the_store(rank: int, size: int, folder) -> dict[str, torch.Tens
     return {"none": torch.zeros(1)}
 
 
+@pytest.mark.long
 def test_a_store_that_is_stopped_with_the_rank_that_holds_it_keeps_nobody(tmp_path):
     started = time.monotonic()
     run_ranks(tmp_path / "ranks", 2, stopped_with_the_store, tmp_path, ends={1: EXIT_RANK_FAILED})
@@ -168,16 +169,17 @@ def test_a_store_that_is_stopped_with_the_rank_that_holds_it_keeps_nobody(tmp_pa
 
 def busy(rank: int, size: int, how: str) -> dict[str, torch.Tensor]:
     """One rank works for three times as long as a rank may say nothing."""
-    end = time.monotonic() + 3 * 0.5
+    silence_s = 1.2
+    end = time.monotonic() + 3 * silence_s
 
     def work(_line: Lifeline) -> None:
         if rank == 1 and how == "outside of Python":
-            time.sleep(3 * 0.5)
+            time.sleep(3 * silence_s)
         while rank == 1 and time.monotonic() < end:
             sum(range(1000))
         torch_dist.all_reduce(torch.ones(1))
 
-    watched(Board(World(rank, size), "busy"), work, silence_s=0.5)
+    watched(Board(World(rank, size), "busy"), work, silence_s=silence_s)
     return {"none": torch.zeros(1)}
 
 
