@@ -112,7 +112,7 @@ class ShardCopies:
             self.store.download(layout.name, tmp, layout.file_size)
         except FileNotFoundError:
             return "missing though its samples were committed"
-        return arrival_problem(tmp, layout, digest)
+        return content_problem(tmp, layout, digest)
 
     def paths(self) -> list[Path]:
         """The shards that are here, copies or not."""
@@ -157,8 +157,8 @@ class ShardCopies:
             yield
 
 
-def arrival_problem(path: Path, layout: ShardLayout, digest: str) -> str | None:
-    """What is wrong with a shard that has just been fetched; its size is right."""
+def content_problem(path: Path, layout: ShardLayout, digest: str) -> str | None:
+    """What is wrong with a shard of the right size."""
     with path.open("rb", buffering=0) as file:
         if file.read(DATA_START) != layout.header():
             return "its header is not that of the committed shard"

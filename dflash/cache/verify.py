@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dflash.cache.copies import content_problem
 from dflash.cache.info import format_bytes
 from dflash.cache.manifest import MANIFEST_NAME, load_manifest
 from dflash.cache.mirror import mirror_of
@@ -29,7 +30,7 @@ from dflash.cache.scan import (
     short,
     stray_faults,
 )
-from dflash.cache.shard import DATA_START, ShardLayout, shard_digest
+from dflash.cache.shard import ShardLayout
 from dflash.errors import CacheCorrupt, CacheError
 from dflash.files import size_of_file
 from dflash.progress import Progress
@@ -203,12 +204,7 @@ def shard_problem(cache: Path, layout: ShardLayout, digest: str) -> str | None:
         return "missing, or no file"
     if size != layout.file_size:
         return f"{size:,} bytes, committed with {layout.file_size:,}"
-    with path.open("rb", buffering=0) as file:
-        if file.read(DATA_START) != layout.header():
-            return "its header is not that of the committed shard"
-        if digest and shard_digest(file) != digest:
-            return "its bytes have changed, they do not fit its digest"
-    return None
+    return content_problem(path, layout, digest)
 
 
 def _bad_samples(cache: Path, index: CacheIndex, number: int) -> str | None:
