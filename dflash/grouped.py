@@ -130,7 +130,7 @@ class _Grouped(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             own, out = work.own_scores(), torch.empty_like(work.query)
             for tile, weights in work.weights(own, kept):
-                values = tile.seen(work.context.value, work.room(1))
+                values = tile.seen(work.context.value, work.rooms[1])
                 torch.bmm(weights, values, out=tile.of(out, work.heads))
                 tile.of(own, work.heads).copy_(work.own_of(weights))  # scores become weights
             out += torch.bmm(own, work.block.value)
@@ -147,13 +147,14 @@ class _Grouped(torch.autograd.Function):
         heads, tiles = work.heads, work.tiles
         above = tiles.gather(_pairs(upstream[0].to(query.dtype), heads))
         above[tiles.fillers] = 0.0
-        own, d_own = work.own_scores(), torch.bmm(above, work.block.value.mT)
+        d_own = torch.bmm(above, work.block.value.mT)
+        own = torch.empty_like(d_own) if ctx.kept else work.own_scores()  # become weights below
         weighed = zip(tiles.tiles, kept, strict=True) if ctx.kept else work.weights(own)
         d_query = torch.empty_like(work.query)
         d_context = [torch.zeros_like(part, dtype=torch.float32) for part in work.context]
         for tile, weights in weighed:
-            keys = tile.seen(work.context.key, work.room(0))
-            values = tile.seen(work.context.value, work.room(1))
+            keys = tile.seen(work.context.key, work.rooms[0])
+            values = tile.seen(work.context.value, work.rooms[1])
             slope = torch.bmm(tile.of(above, heads), values.mT, out=work.like(weights))
             work.own_of(slope).copy_(tile.of(d_own, heads))
             work.add(d_context[1], tile, torch.bmm(weights.mT, tile.of(above, heads), out=values))
@@ -221,10 +222,6 @@ class _Work:
         """Of the weights of all tiles."""
         rows = self.heads * self.query.shape[1] * self.query.element_size()
         return rows * sum((tile.last - tile.first) * tile.width for tile in self.tiles.tiles)
-
-    def room(self, number: int) -> Tensor:
-        """For keys (0) or values (1) of a tile."""
-        return self.rooms[number]
 
     def like(self, weights: Tensor) -> Tensor:
         """Room for slopes of these weights."""
