@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dflash.errors import ConfigError
-from dflash.train.parallel import SplitMuon, is_split
+from dflash.train.parallel import SplitMuon, is_split, whole
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd", "constant")
@@ -143,6 +143,25 @@ def moments_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[str, ...]
     if isinstance(optimizer, MuonAdamW) and parameter.ndim >= 2:
         return ("momentum_buffer",)
     return ("step", "exp_avg", "exp_avg_sq")
+
+
+def clipped_mean(module: nn.Module, weight: Tensor, ranks: int, most: float) -> Tensor:
+    """Turn gradients of a sum over a step into those of its mean, and clip them; the host waits for nothing.
+
+    Args:
+        module: What has the gradients.
+        weight: What the sum is divided by, scalar float64 on the device; of 0 all gradients become 0.
+        ranks: DDP and FSDP have averaged over so many; the loss is a sum over them.
+        most: Largest norm.
+
+    Returns:
+        The norm before clipping, scalar float32 on the device.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    # divided in float64 as on a host; what multiplies has the gradients' dtype, for one kernel over all
+    scale = torch.where(weight > 0, torch.full_like(weight, ranks) / weight, 0.0).float()
+    torch._foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], scale)
+    return whole(nn.utils.clip_grad_norm_(parameters, most))
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

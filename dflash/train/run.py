@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash.board import Board
 from dflash.cache.parts import check_part
@@ -47,8 +47,8 @@ from dflash.train.loader import BlockPlan, LoadedStep, StepLoader, on_device
 from dflash.train.loggers import open_loggers
 from dflash.train.network import drafter_config
 from dflash.train.objective import DraftingLoss, LossSums
-from dflash.train.optim import build_optimizer, lr_at, set_lr
-from dflash.train.parallel import exchanging, gathered, over_ranks, whole
+from dflash.train.optim import build_optimizer, clipped_mean, lr_at, set_lr
+from dflash.train.parallel import exchanging, gathered, over_ranks
 from dflash.train.ready import ready_limits
 from dflash.train.record import RunLog, step_figures
 from dflash.train.sampler import Corpus, Sampler
@@ -237,8 +237,8 @@ class Run:
         started = time.perf_counter()
         tokens = int(loaded.draws.sum())
         lr = lr_at(self.through(tokens), self.config.optim)
-        totals, losses = self._backward(loaded.batches)
-        grad_norm = self._update(totals, lr)
+        sums, losses = self._backward(loaded.batches)
+        totals, grad_norm = self._update(sums, lr)
         self.done += 1
         self.consumed += tokens
         self.sampler_state = loaded.state
@@ -294,7 +294,8 @@ class Run:
         """Sum loss gradients over this rank's micro-batches.
 
         Returns:
-            The sums of `LossSums` over all ranks, and the loss of each of this rank's micro-batches.
+            The sums of `LossSums` over all ranks, and the loss of each of this rank's micro-batches; both are
+            on the device, and not yet read.
         """
         parts, losses, last = [], [], len(batches) - 1
         for number, batch in enumerate(on_device(batches, self.device)):
@@ -305,28 +306,27 @@ class Run:
             parts.append(sums.metrics())
             losses.append(sums.loss.detach())
         # every rank has at least one micro-batch: check_world
-        return sum_over_ranks(torch.stack(parts).sum(dim=0)).cpu(), losses
+        return sum_over_ranks(torch.stack(parts).sum(dim=0)), losses
 
-    def _update(self, totals: Tensor, lr: float) -> float | None:
+    def _update(self, sums: Tensor, lr: float) -> tuple[Tensor, float | None]:
         """Turn summed gradients into those of sum(w CE) / sum(w) over the step, clip, and apply them.
 
-        Loss and norm are those of all ranks together, so that all skip a step or none.
+        Loss and norm are those of all ranks together, so that all skip a step or none. They are read at once,
+        since the host waits for the device to read them.
 
         Returns:
-            The norm of the gradient; None when it or the loss is not finite, and nothing was changed.
+            The sums, on the host, and the norm of the gradient: None when it or the loss is not finite, and
+            nothing was changed.
         """
-        parameters = [p for p in self.drafter.parameters() if p.grad is not None]
-        weight = float(totals[1])
-        # DDP and FSDP have averaged over ranks; the loss is a sum over them.
-        scale = self.world.size / weight if weight > 0 else 0.0
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
-        norm = float(whole(nn.utils.clip_grad_norm_(parameters, self.config.optim.clip)))
+        clipped = clipped_mean(self.drafter, sums[1], self.world.size, self.config.optim.clip)
+        read = torch.cat([sums, clipped.double().reshape(1)]).cpu()
+        totals, norm = read[:-1], float(read[-1])
         finite = math.isfinite(norm) and math.isfinite(float(totals[0]))
         if finite:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm if finite else None
+        return totals, norm if finite else None
 
     @property
     def evaluation_due(self) -> bool:
