@@ -9,6 +9,7 @@ strides and hard ones visited token by token, which is why the walk is lower tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -160,7 +161,8 @@ def _leading_hits(drafter: Drafter, head: TargetHead, batch: PackedBatch, limits
     if not batch.blocks:
         return count
     dtype = head.lm_head.dtype
-    with torch.autocast(batch.block_ids.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+    device = batch.block_ids.device.type
+    with torch.autocast(device, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext():
         hidden = drafter(
             head.embed(batch.block_ids).float(),
             batch.block_positions,
@@ -168,13 +170,13 @@ def _leading_hits(drafter: Drafter, head: TargetHead, batch: PackedBatch, limits
             batch.context_positions,
             batch.layout,
         )
-    right = torch.arange(batch.blocks, device=limits.device)  # blocks all right so far
+    right = torch.arange(batch.blocks, device=limits.device)  # blocks that are looked at: all right so far
     for slot in range(batch.labels.shape[1]):
-        right = right[limits[right] > slot]
+        # which ones is all that is read from a device before the end, once a slot
+        right = right[(count[right] == slot) & (limits[right] > slot)]
         rows = hidden[right, slot + 1].to(dtype)  # slot 0 is the anchor
         drafts = [head.logits(part).argmax(dim=-1) for part in rows.split(LOGIT_ROWS)]
-        right = right[torch.cat(drafts) == batch.labels[right, slot]]
-        count[right] += 1
+        count.index_add_(0, right, (torch.cat(drafts) == batch.labels[right, slot]).to(count.dtype))
     return count
 
 
