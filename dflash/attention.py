@@ -34,8 +34,8 @@ class BlockLayout:
     """int64 `[A]`."""
     context_end: Tensor
     """int64 `[A]`; the packed row of the anchor."""
-    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What an implementation derives from the layout once and uses in every layer."""
+    memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What an implementation derives from the layout once and uses in every layer; a copy has none yet."""
 
     @classmethod
     def build(

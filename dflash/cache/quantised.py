@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -58,11 +58,6 @@ class CodedStates:
             return part
         count = int(torch.searchsorted(self.escaped, tokens * self.codes.shape[1]))
         return replace(part, escaped=self.escaped[:count], lower=self.lower[:count])
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> CodedStates:
-        """The same states with every tensor changed: moved, pinned."""
-        tensors = {name: change(value) for name, value in vars(self).items() if value is not None}
-        return replace(self, **tensors)
 
     def of_layers(self, columns: Sequence[int]) -> CodedStates:
         """The states of these layers, by their place on axis K, in this order."""

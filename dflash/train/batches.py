@@ -3,13 +3,13 @@
 Anchors are dealt per sample, not per packed row, so that short documents get their share; they depend on
 (seed, epoch, sample id) alone, so that batching, ranks and workers change nothing.
 
-Dimensions: T context rows, A blocks, B slots a block, K taps, H hidden size.
+Dimensions: T context rows, A blocks, B slots a block, P counted slots of all blocks, K taps, H hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from dflash.cache.quantised import CodedStates
     from dflash.cache.writer import Sample
+    from dflash.train.candidates import Candidates
 
 
 ANCHOR_SAMPLINGS = ("uniform", "stratified")
@@ -111,7 +112,11 @@ class Document:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch of packed documents."""
+    """A micro-batch of packed documents.
+
+    What depends on labels and masks (places, candidates) is found where it is packed, in host memory: a
+    device that looked for it would make the host wait for the number of places.
+    """
 
     features: Tensor
     """Tapped hidden states of the context `[T, K*H]`, in the cache's dtype; empty where they are `coded`."""
@@ -125,19 +130,22 @@ class PackedBatch:
     """Token at position anchor + k for k = 1..B-1, int64 `[A, B-1]`; 0 where `counted` is false."""
     counted: Tensor
     """Whether that token is inside the document and supervised, bool `[A, B-1]`."""
+    places: Tensor
+    """Where `counted` is true, ascending, in `[A, B-1]` laid flat: int64 `[P]`."""
     layout: BlockLayout
+    """Context rows that each block sees, `[A]`."""
     buckets: Tensor
     """Length bucket of each block's sample, int64 `[A]`."""
     samples: tuple[int, ...]
     """Ids of the samples, for error messages and the record."""
     tokens: int
     """Tokens of the samples, as the sampler counts them."""
-    negatives: Tensor | None = None
-    """Tokens that compete with the labels in a sampled softmax, int64; None for the whole vocabulary."""
+    candidates: Candidates | None = None
+    """What competes with the counted slots' labels in a sampled softmax; None for the whole vocabulary."""
     teacher: Tensor | None = None
     """In distillation, the target's last hidden states `[R, H]`."""
     teacher_rows: Tensor | None = None
-    """Which of them stands behind each slot's prediction, int64 `[A, B-1]`; meaningless where not counted."""
+    """Which of them stands behind the prediction of each counted slot, int64 `[P]`."""
     coded: CodedStates | None = None
     """Hidden states of the codecs int8 and fp8 until they are on the device, which decodes them."""
 
@@ -145,6 +153,11 @@ class PackedBatch:
     def blocks(self) -> int:
         """A."""
         return self.block_ids.shape[0]
+
+    @property
+    def targets(self) -> Tensor:
+        """Labels of the counted slots, int64 `[P]`."""
+        return self.labels.flatten().index_select(0, self.places)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on a device, its features decoded there; copies from pinned memory do not block."""
@@ -160,29 +173,31 @@ class PackedBatch:
         """The same batch in page-locked memory, from which CUDA copies run beside the computation."""
         return self._map(Tensor.pin_memory)
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
-        start, end = change(self.layout.context_start), change(self.layout.context_end)
-        return replace(
-            self,
-            features=change(self.features),
-            context_positions=change(self.context_positions),
-            block_ids=change(self.block_ids),
-            block_positions=change(self.block_positions),
-            labels=change(self.labels),
-            counted=change(self.counted),
-            layout=BlockLayout(start, end),
-            buckets=change(self.buckets),
-            negatives=None if self.negatives is None else change(self.negatives),
-            teacher=None if self.teacher is None else change(self.teacher),
-            teacher_rows=None if self.teacher_rows is None else change(self.teacher_rows),
-            coded=None if self.coded is None else self.coded.map(change),
-        )
-
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of a batch that another stream copied until this stream has used it."""
-        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        for tensor in (*own, self.layout.context_start, self.layout.context_end):
+
+        def recorded(tensor: Tensor) -> Tensor:
             tensor.record_stream(stream)
+            return tensor
+
+        self._map(recorded)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        return _changed(self, change)  # type: ignore[no-any-return]
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The value with every tensor in it changed: itself, or in named tuples and dataclasses, however deep."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_changed(part, change) for part in value))
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {
+            part.name: _changed(getattr(value, part.name), change) for part in fields(value) if part.init
+        }
+        return replace(value, **parts)
+    return value
 
 
 def documents(
@@ -226,6 +241,7 @@ def pack(
         block_positions=positions,
         labels=labels,
         counted=counted,
+        places=counted.flatten().nonzero().flatten(),
         layout=BlockLayout.build(first_row.tolist(), (first_row + anchors).tolist()),
         buckets=torch.from_numpy(np.repeat(np.array([doc.bucket for doc in docs], np.int64), per_doc)),
         samples=tuple(doc.sample.id for doc in docs),

@@ -44,7 +44,7 @@ def candidates(labels: Tensor, negatives: Tensor, vocab_size: int) -> Candidates
     competes: how many there are would differ from step to step, and kernels are compiled for each new shape.
 
     Args:
-        labels: int64 `[P]`, P >= 1.
+        labels: int64 `[P]`.
         negatives: int64, all different, in random order.
         vocab_size: V.
     """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
-from dflash.train.candidates import draw_negatives
+from dflash.train.candidates import Candidates, candidates, draw_negatives
 from dflash.train.faults import CorruptSample, read_sound
 from dflash.train.padding import multiples_for, padded
 from dflash.train.ready import DEFAULT_BYTES, ReadyLimits, ReadyWindow
@@ -142,11 +143,14 @@ class StepLoader:
         if self._blocks.teacher:
             batch = with_teacher(batch, docs)
         if self._blocks.negatives is not None:
-            vocab_size, seed = self._reader.manifest.identity.vocab_size, self._blocks.anchors.seed
-            drawn = draw_negatives(self._blocks.negatives, vocab_size, seed, batch.samples)
-            batch = replace(batch, negatives=torch.from_numpy(drawn))
+            batch = replace(batch, candidates=self._candidates(batch, self._blocks.negatives))
         batch = padded(batch, multiples)
         return batch.pin() if cuda else batch
+
+    def _candidates(self, batch: PackedBatch, negatives: int) -> Candidates:
+        vocab_size = self._reader.manifest.identity.vocab_size
+        drawn = draw_negatives(negatives, vocab_size, self._blocks.anchors.seed, batch.samples)
+        return candidates(batch.targets, torch.from_numpy(drawn), vocab_size)
 
     def _read(
         self, slot: Sequence[Draw], corrupt: list[CorruptSample]
@@ -185,7 +189,7 @@ def on_device(batches: Sequence[PackedBatch], device: torch.device) -> Iterator[
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
         return
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = _copying(device)
     waiting: PackedBatch | None = None
     for batch in [*batches, None]:
         ready = waiting
@@ -198,3 +202,12 @@ def on_device(batches: Sequence[PackedBatch], device: torch.device) -> Iterator[
         torch.cuda.current_stream(device).wait_stream(side)
         if waiting is not None:
             waiting.record_stream(torch.cuda.current_stream(device))
+
+
+@cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which batches are copied: always the same, since freed memory goes back to its stream.
+
+    With a new one a step, each of PyTorch's 32 streams would come to keep room for two batches.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -5,12 +5,15 @@ returned apart, so that the quotient can be taken over a whole optimizer step, w
 ranks are. `dpace` takes its weights from the drafter's own confidence; `kd` puts the divergence to the
 target's distribution in the place of CE.
 
-Dimensions: A blocks, B slots, P counted positions, H hidden size, V vocabulary rows.
+Nothing here waits for what the device has computed: a batch says where its counted slots are.
+
+Dimensions: A blocks, B slots, P counted slots, H hidden size, V vocabulary rows.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from dflash.drafter import Drafter
     from dflash.head import TargetHead
     from dflash.train.batches import PackedBatch
-from dflash.train.candidates import candidates
+    from dflash.train.candidates import Candidates
 from dflash.train.parallel import zero_of
 
 LOGIT_ROWS = 512
@@ -224,7 +227,8 @@ class DraftingLoss(nn.Module):
     def __init__(self, drafter: Drafter, head: TargetHead, config: ObjectiveConfig, buckets: int) -> None:
         super().__init__()
         self.drafter, self.head, self.buckets = drafter, head, buckets
-        self.config, self.slot_weights = config, config.slot_weights()
+        # beside the head, where batches come to; no buffer, which DDP would send from rank to rank
+        self.config, self.slot_weights = config, config.slot_weights().to(head.lm_head.device)
         self.width = len(drafter.config.target_layer_ids) * drafter.config.hidden_size
         """Channels of the features that the drafter reads; a teacher's come behind them."""
 
@@ -232,8 +236,8 @@ class DraftingLoss(nn.Module):
         """Sums of one micro-batch; a batch without blocks adds zeros and still reaches every parameter."""
         if batch.blocks == 0:
             return self._nothing(batch)
-        dtype = self.head.lm_head.dtype
-        with torch.autocast(batch.block_ids.device.type, dtype, enabled=dtype != torch.float32):
+        dtype, device = self.head.lm_head.dtype, batch.block_ids.device.type
+        with nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype):
             return self._of_blocks(batch, dtype)
 
     def _of_blocks(self, batch: PackedBatch, dtype: torch.dtype) -> LossSums:
@@ -245,44 +249,40 @@ class DraftingLoss(nn.Module):
             batch.layout,
             first_slot=1,
         )
-        counted = batch.counted
         # only counted slots reach the lm_head: [A, B-1, H] -> [P, H]; an index has a cheap gradient
-        places = counted.flatten().nonzero()[:, 0]
-        positions = hidden.flatten(0, 1).index_select(0, places)
+        positions = hidden.flatten(0, 1).index_select(0, batch.places)
         if self.config.loss == "kd":
             teacher, cap = teacher_states(batch, self.head), self.head.facts.logit_softcap
             ce, hit = HeadDivergence.apply(  # type: ignore[no-untyped-call]
-                positions, teacher, self.head.lm_head, batch.labels[counted], cap
+                positions, teacher, self.head.lm_head, batch.targets, cap
             )
         else:
-            ce, hit = self._cross_entropy(positions, batch.labels[counted], batch.negatives)
+            ce, hit = self._cross_entropy(positions, batch.targets, batch.candidates)
         return self._sums(batch, ce, hit)
 
-    def _weights(self, counted: Tensor, ce: Tensor) -> Tensor:
-        """Weight of each counted position, `[P]`."""
+    def _weights(self, batch: PackedBatch, ce: Tensor) -> Tensor:
+        """Weight of each counted slot, `[P]`."""
         if self.config.loss == "dpace":
-            dense = torch.zeros(counted.shape, dtype=torch.float32, device=ce.device)
-            dense[counted] = ce.detach()
-            return dpace_weights(dense, counted, self.config.dpace_alpha)[counted]
-        return self.slot_weights.to(ce.device).expand(counted.shape)[counted]
+            weights = dpace_weights(_spread(ce.detach(), batch), batch.counted, self.config.dpace_alpha)
+            return weights.flatten().index_select(0, batch.places)
+        return self.slot_weights.index_select(0, batch.places % len(self.slot_weights))
 
     def _cross_entropy(
-        self, hidden: Tensor, labels: Tensor, negatives: Tensor | None
+        self, hidden: Tensor, labels: Tensor, competing: Candidates | None
     ) -> tuple[Tensor, Tensor]:
         lm_head, cap, shift = self.head.lm_head, self.head.facts.logit_softcap, None
-        if negatives is not None:
-            rows, labels, shift = candidates(labels, negatives, len(lm_head))
-            lm_head = lm_head[rows]
+        if competing is not None:
+            rows, labels, shift = competing
+            lm_head = lm_head.index_select(0, rows)
         return HeadCrossEntropy.apply(hidden, lm_head, labels, cap, shift)  # type: ignore[no-untyped-call,no-any-return]
 
     def _sums(self, batch: PackedBatch, ce: Tensor, hit: Tensor) -> LossSums:
         counted = batch.counted
-        weight = self._weights(counted, ce)  # [P]
-        correct = torch.zeros(counted.shape, dtype=torch.float32, device=ce.device)
-        correct[counted] = hit.float()
+        weight = self._weights(batch, ce)  # [P]
+        correct = _spread(hit, batch)
         accepted = 1 + correct.cumprod(dim=1).sum(dim=1)  # [A]
         bucket, real = batch.buckets, counted[:, 0].float()  # the first slot of a real block always counts
-        of_position = bucket[:, None].expand(counted.shape)[counted]  # [P]
+        of_position = bucket.index_select(0, batch.places // counted.shape[1])  # [P]
         weighted = weight * ce
         return LossSums(
             loss=weighted.sum(),
@@ -305,3 +305,9 @@ class DraftingLoss(nn.Module):
             torch.zeros(shape, device=device) for shape in ((), (slots,), (self.buckets,))
         )
         return LossSums(zero, none, per_slot, per_slot, per_bucket, per_bucket, per_bucket, per_bucket)
+
+
+def _spread(values: Tensor, batch: PackedBatch) -> Tensor:
+    """Values of the counted slots `[P]` in their places, float32 `[A, B-1]`; 0 elsewhere."""
+    flat = torch.zeros(batch.counted.numel(), device=values.device)
+    return flat.index_copy_(0, batch.places, values.float()).view(batch.counted.shape)

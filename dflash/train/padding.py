@@ -4,7 +4,8 @@ On CUDA that is flex_attention, late in a run; on a CPU it is every bfloat16 mat
 is also slower where its rows do not divide into the processor's tiles.
 
 What is added changes nothing: no block sees a row of the padding; a block of the padding sees itself, so that
-nothing is NaN, and counts nothing, by which it is told from a real one, whose first slot always counts.
+nothing is NaN, and counts nothing, by which it is told from a real one, whose first slot always counts. It
+comes behind the real ones, so the places of counted slots stay what they were.
 """
 
 from __future__ import annotations
@@ -62,7 +63,6 @@ def padded(batch: PackedBatch, multiples: Multiples) -> PackedBatch:
             layout.context_start.tolist() + nothing, layout.context_end.tolist() + nothing
         ),
         buckets=F.pad(batch.buckets, (0, more_blocks)),
-        teacher_rows=None if batch.teacher_rows is None else _more(batch.teacher_rows, more_blocks),
     )
 
 

@@ -148,8 +148,8 @@ def zero_of(drafter: nn.Module, block_size: int) -> Tensor:
     blocks = torch.zeros(1, block_size, config.hidden_size, device=device)
     positions = torch.arange(block_size, device=device)[None]
     features = torch.zeros(0, len(config.target_layer_ids) * config.hidden_size, device=device)
-    layout = BlockLayout.build([0], [0], device)
-    states = drafter(blocks, positions, features, positions[0, :0], layout)
+    nothing = torch.zeros(1, dtype=torch.int64, device=device)
+    states = drafter(blocks, positions, features, positions[0, :0], BlockLayout(nothing, nothing))
     return states.sum() * 0  # type: ignore[no-any-return]
 
 

@@ -4,7 +4,7 @@ The target is not there in training, but its last hidden state may be: a cache t
 and `lm_head(norm(state))` at position a + k - 1 is what the target said about the token at a + k. Servers
 cannot tap that layer, so the drafter does not read it.
 
-Dimensions: A blocks, B slots, R teacher rows, P counted positions, H hidden size, V vocabulary rows.
+Dimensions: A blocks, B slots, R teacher rows, P counted slots, H hidden size, V vocabulary rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def drafter_taps(identity: Identity, loss: str) -> tuple[int, ...]:
 
 
 def with_teacher(batch: PackedBatch, docs: Sequence[Document]) -> PackedBatch:
-    """The batch of these documents with the state behind each slot's prediction, from the deepest tap."""
+    """The batch of these documents with the deepest tap's states behind its counted slots' predictions."""
     size = batch.block_ids.shape[1]
     kept = [doc for doc in docs if len(doc.anchors)]
     parts, rows, start = [], [np.zeros((0, size - 1), np.int64)], 0
@@ -61,14 +61,15 @@ def with_teacher(batch: PackedBatch, docs: Sequence[Document]) -> PackedBatch:
         parts.append(part)
         start += len(part)
     states = torch.cat(parts) if parts else batch.features.new_zeros(0, 1)
-    return replace(batch, teacher=states, teacher_rows=torch.from_numpy(np.concatenate(rows)))
+    every = torch.from_numpy(np.concatenate(rows)).flatten()  # [A, B-1] laid flat
+    return replace(batch, teacher=states, teacher_rows=every.index_select(0, batch.places))
 
 
 def teacher_states(batch: PackedBatch, head: TargetHead) -> Tensor:
-    """Normed last states `[P, H]` behind the counted positions, in the dtype of the head."""
+    """Normed last states `[P, H]` behind the counted slots, in the dtype of the head."""
     assert batch.teacher is not None  # `with_teacher` has been called
     assert batch.teacher_rows is not None
-    return head.normed(batch.teacher[batch.teacher_rows[batch.counted]]).to(head.lm_head.dtype)
+    return head.normed(batch.teacher.index_select(0, batch.teacher_rows)).to(head.lm_head.dtype)
 
 
 class HeadDivergence(torch.autograd.Function):

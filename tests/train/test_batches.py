@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from accelerator import META, tensors_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import random_sample
@@ -109,6 +110,8 @@ def test_a_packed_batch_is_its_documents_one_after_another(masks, density):
     assert batch.blocks == len(blocks)
     packed = zip(batch.block_ids.tolist(), batch.labels.tolist(), batch.counted.tolist(), strict=True)
     assert list(packed) == blocks
+    assert batch.places.tolist() == [n for n, is_one in enumerate(batch.counted.flatten().tolist()) if is_one]
+    assert torch.equal(batch.targets, batch.labels[batch.counted])
     assert batch.block_positions.tolist() == [
         [anchor + k for k in range(4)] for doc in docs for anchor in doc.anchors.tolist()
     ]
@@ -138,11 +141,8 @@ def test_documents_without_anchors_pack_to_nothing(docs):
 def test_a_batch_moves_whole_and_stays_where_it_is():
     batch = pack([Document(make_sample(np.ones(9, np.uint8)), np.array([2, 5]), 0)], SHAPE)
     assert batch.to(torch.device("cpu")) is batch
-    moved = batch.to(torch.device("meta"))
-    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    tensors += [moved.layout.context_start, moved.layout.context_end]
-    assert len(tensors) == 9
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    moved = batch.to(META)
+    assert {tensor.device for tensor in tensors_in(moved)} == {META}
     assert (moved.samples, moved.tokens) == (batch.samples, 9)
 
 

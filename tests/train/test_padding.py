@@ -49,13 +49,14 @@ def test_a_batch_without_blocks_stays_without_blocks():
     assert padded(batch, Multiples(8, 8)) is batch
 
 
-def test_the_teachers_rows_are_padded_with_the_blocks():
+def test_counted_slots_and_their_teachers_stay_where_they_were():
     docs = make_documents(12, 9)
     batch = with_teacher(pack(docs, SHAPE), docs)
     more = padded(batch, Multiples(16, 16))
-    assert more.teacher_rows is not None
-    assert more.teacher_rows.shape == more.counted.shape
-    assert torch.equal(more.teacher_rows[more.counted], batch.teacher_rows[batch.counted])
+    assert more.blocks > batch.blocks
+    assert torch.equal(more.places, more.counted.flatten().nonzero()[:, 0])
+    assert torch.equal(more.targets, batch.labels[batch.counted])
+    assert torch.equal(more.teacher_rows, batch.teacher_rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
