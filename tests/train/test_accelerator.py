@@ -1,0 +1,298 @@
+"""A training step where there is an accelerator: nothing on two devices, and the host waits for none of it.
+
+flex_attention refuses the device that stands for it here, so the oracle of attention takes its place.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+from accelerator import META, Passing, recording, tensors_in
+from support import MASK, VOCAB, drafter_config, write_cache
+from test_objective import SHAPE, make_documents
+from tiny_runs import LENGTHS, tiny_config
+from torch import Tensor
+from torch.utils import _foreach_utils
+
+from dflash.attention import dense_attention
+from dflash.cache.codec_error import LOSSY_CODECS
+from dflash.cache.reader import CacheReader
+from dflash.cache.transcode import transcode
+from dflash.drafter import Drafter
+from dflash.head import HeadFacts, TargetHead
+from dflash.train import loader as loading
+from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
+from dflash.train.candidates import candidates
+from dflash.train.loader import on_device
+from dflash.train.objective import LOGIT_ROWS, DraftingLoss, HeadCrossEntropy, ObjectiveConfig
+from dflash.train.optim import OptimConfig, build_optimizer, clipped_mean
+from dflash.train.padding import Multiples, padded
+from dflash.train.parallel import recompute_layers
+from dflash.train.run import Run
+from dflash.train.teacher import HeadDivergence, with_teacher
+from dflash.train.walk import walk_samples
+from dflash.world import World
+
+LOSSES = {
+    "ce": ObjectiveConfig(4),
+    "dpace": ObjectiveConfig(4, loss="dpace"),
+    "kd": ObjectiveConfig(4, loss="kd"),
+    "sampled softmax": ObjectiveConfig(4, sampled_softmax=50),
+}
+
+
+@pytest.fixture(autouse=True)
+def _accelerated(monkeypatch) -> None:
+    for module in ("dflash.drafter", "dflash.train.parallel"):
+        monkeypatch.setattr(f"{module}.attention_for", lambda _device: dense_attention)
+    # kernels over many tensors, and an update in one piece, are kept from devices that are not listed
+    for name in ("_get_fused_kernels_supported_devices", "_get_foreach_kernels_supported_devices"):
+        devices = [*getattr(_foreach_utils, name)(), "meta"]
+        for module in (_foreach_utils, import_module("torch.optim.optimizer")):
+            monkeypatch.setattr(module, name, lambda devices=devices: devices)
+
+
+def make_batch(kind: str = "plain", lengths: tuple[int, ...] = (12, 20, 7, 16)) -> PackedBatch:
+    """A batch with everything that any loss reads: `plain`, `padded` or `empty`."""
+    docs = make_documents(*(lengths if kind != "empty" else ()))
+    batch = with_teacher(pack(docs, SHAPE), docs)
+    drawn = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:50]
+    batch = replace(batch, candidates=candidates(batch.targets, drawn, VOCAB))
+    return padded(batch, Multiples(64, 32)) if kind == "padded" else batch
+
+
+def make_loss(config: ObjectiveConfig, softcap: float | None = None) -> DraftingLoss:
+    head = TargetHead(*torch.ones(2, VOCAB, 32), torch.ones(32), HeadFacts(logit_softcap=softcap))
+    return DraftingLoss(Drafter(drafter_config()).to(META), head.to(META), config, buckets=3)
+
+
+def batch_for(kind: str, config: ObjectiveConfig) -> PackedBatch:
+    batch = make_batch(kind)
+    return batch if config.sampled_softmax else replace(batch, candidates=None)
+
+
+READS = {
+    "a number": lambda x: x.sum().item(),
+    "a copy": lambda x: x.cpu(),
+    "rows by a mask": lambda x: x[x > 0],
+    "values by a mask": lambda x: x.index_put_((x > 0,), x),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_device_of_these_tests_sees_what_is_read(name):
+    with Passing() as passing:
+        READS[name](torch.zeros(3, device=META))
+    assert (passing.reads, passing.waits) == (1, 0)
+
+
+@pytest.mark.parametrize("work", [torch.nonzero, torch.unique, lambda x: x.masked_select(x > 0)])
+def test_the_device_of_these_tests_has_no_shape_that_depends_on_values(work):
+    with Passing(), pytest.raises((NotImplementedError, RuntimeError)):
+        work(torch.zeros(3, device=META))
+
+
+@pytest.mark.parametrize("work", [torch.add, torch.Tensor.copy_, lambda x, y: x[y.long()]])
+def test_the_device_of_these_tests_refuses_operations_on_two_devices(work):
+    with Passing(), pytest.raises(AssertionError, match="of tensors on"):
+        work(torch.zeros(3, device=META), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("work", "waits"),
+    [
+        (lambda x: x.to(META), 1),
+        (lambda x: x.to(META, non_blocking=True), 0),
+        (lambda x: torch.tensor(x.tolist(), device=META), 1),
+    ],
+)
+def test_the_device_of_these_tests_sees_copies_that_the_host_waits_for(work, waits):
+    with Passing() as passing:
+        work(torch.zeros(3))
+    assert (passing.reads, passing.waits) == (0, waits)
+
+
+@contextmanager
+def nothing_passes():
+    with Passing() as passing:
+        yield
+    assert (passing.reads, passing.waits) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "padded", "empty"])
+@pytest.mark.parametrize("softcap", [None, 8.0])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_micro_batch_goes_forward_and_back_without_a_wait(name, recompute, softcap, kind):
+    loss, batch = make_loss(LOSSES[name], softcap), batch_for(kind, LOSSES[name])
+    recompute_layers(loss.drafter, wanted=recompute)
+    with nothing_passes():
+        sums = loss(batch.to(META))
+        sums.loss.backward()
+        metrics = sums.metrics()
+    assert (metrics.device, metrics.shape) == (META, (2 + 2 * 3 + 4 * 3,))
+    assert all(p.grad is not None and p.grad.device == META for p in loss.drafter.parameters())
+
+
+@pytest.mark.parametrize("softcap", [None, 8.0])
+@pytest.mark.parametrize("loss", [HeadCrossEntropy, HeadDivergence])
+def test_a_bfloat16_head_gives_loss_and_gradient_without_a_wait(loss, softcap):
+    """Without autocast, which there is none of for this device: the drafter is left out."""
+    hidden = torch.zeros(LOGIT_ROWS + 3, 32, device=META, requires_grad=True)
+    lm_head = torch.zeros(VOCAB, 32, device=META, dtype=torch.bfloat16)
+    labels = torch.zeros(len(hidden), device=META, dtype=torch.int64)
+    teacher = [lm_head.new_zeros(hidden.shape)] if loss is HeadDivergence else []
+    with nothing_passes():
+        ce, hit = loss.apply(hidden, *teacher, lm_head, labels, softcap)
+        ce.sum().backward()
+    assert (ce.dtype, hit.dtype, hidden.grad.dtype) == (torch.float32, torch.bool, torch.float32)
+    assert {one.device for one in (ce, hit, hidden.grad)} == {META}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_clipping_and_an_update_wait_for_nothing(optimizer):
+    loss, batch = make_loss(LOSSES["ce"]), batch_for("plain", LOSSES["ce"])
+    chosen = build_optimizer(loss.drafter, OptimConfig(optimizer=optimizer))
+    for _ in range(2):  # the first one makes the moments
+        with nothing_passes():
+            sums = loss(batch.to(META))
+            sums.loss.backward()
+            norm = clipped_mean(loss.drafter, sums.metrics()[1], 1, 1.0)
+            chosen.step()
+            chosen.zero_grad(set_to_none=True)
+        assert (norm.device, norm.shape) == (META, ())
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return write_cache(tmp_path_factory.mktemp("accelerator") / "cache", LENGTHS)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sampled_softmax": 50}, {"loss": "dpace"}])
+def test_a_step_reads_from_the_device_once(cache, tmp_path, monkeypatch, changes):
+    """Loss, norm and all figures of the step at once, behind its last micro-batch."""
+    monkeypatch.setattr("dflash.train.run.device_of", lambda _world: META)
+    config = tiny_config(cache, tmp_path, precision="float32", objective=ObjectiveConfig(4, **changes))
+    run = Run.open(config, World())
+    with run.loader() as loader:
+        loaded = next(iter(loader))
+        with Passing() as passing:
+            run.step(loaded)
+    assert len(loaded.batches) == 2
+    assert (passing.reads, passing.waits) == (1, 0)
+    assert run.done == 1
+
+
+def test_a_walk_reads_once_a_slot_and_once_at_the_end(cache):
+    loss = make_loss(LOSSES["ce"])
+    with CacheReader(cache) as reader, Passing() as passing:
+        walked = list(walk_samples(loss.drafter, loss.head, reader, [0, 1, 2], META))
+    assert passing.reads == SHAPE.size - 1 + 1
+    assert [one.row for one in walked] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("codec", LOSSY_CODECS)
+def test_coded_states_are_decoded_on_the_device_without_a_wait(cache, tmp_path, codec):
+    transcode(cache, tmp_path / codec, codec, 1)
+    with CacheReader(tmp_path / codec) as reader:
+        docs = documents(reader.read([0, 1], keep_coded=True), [0, 0], [0, 0], AnchorConfig(density=0.5))
+    batch = padded(pack(docs, BlockShape(4, MASK)), Multiples(64, 8))
+    with nothing_passes():
+        moved = batch.to(META)
+    assert moved.coded is None
+    assert (moved.features.device, moved.features.dtype) == (META, torch.bfloat16)
+    assert moved.features.shape == (len(batch.context_positions), 2 * 32)
+    assert {tensor.device for tensor in tensors_in(moved)} == {META}
+
+
+def full_batch(cache, tmp_path) -> PackedBatch:
+    """A batch that has every tensor a batch can have, coded states among them, and a layout in use."""
+    transcode(cache, tmp_path / "int8", "int8", 1)
+    with CacheReader(tmp_path / "int8") as reader:
+        docs = documents(reader.read([0, 1], keep_coded=True), [0, 0], [0, 0], AnchorConfig())
+    batch = replace(make_batch(), coded=pack(docs, BlockShape(4, MASK)).coded)
+    batch.layout.memo["used"] = torch.zeros(3)
+    return batch
+
+
+def test_every_tensor_of_a_batch_is_moved_pinned_and_recorded(cache, tmp_path, monkeypatch):
+    """However it is held: one that is forgotten would be read on the wrong device, or given out too early."""
+    batch = full_batch(cache, tmp_path)
+    assert all(value is not None for value in vars(batch).values())
+    held = [tensor for tensor in tensors_in(batch) if tensor is not batch.layout.memo["used"]]
+    assert len(held) > len(vars(batch))
+    pinned, recorded = list[Tensor](), list[Tensor]()
+    monkeypatch.setattr(Tensor, "pin_memory", recording(pinned))
+    monkeypatch.setattr(Tensor, "record_stream", recording(recorded))
+    again = batch.pin()
+    batch.record_stream(None)
+    for noted in (pinned, recorded, tensors_in(again)):
+        assert {id(tensor) for tensor in noted} == {id(tensor) for tensor in held}
+    moved = replace(batch, coded=None).to(META)
+    assert {tensor.device for tensor in tensors_in(moved)} == {META}
+    assert moved.samples == batch.samples
+    assert not moved.layout.memo
+
+
+class Streams:
+    """Streams of an accelerator that say what was asked of them, in order."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.log: list[str] = []
+        self.made = 0
+        self.now = "main"
+        for name in ("Stream", "stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
+
+    def _Stream(self, _device) -> str:  # noqa: N802 - the name that is replaced
+        self.made += 1
+        return f"side {self.made}"
+
+    @contextmanager
+    def _stream(self, stream: str):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def _current_stream(self, _device):
+        return self
+
+    def wait_stream(self, stream: str) -> None:
+        self.log.append(f"{self.now} waits for {stream}")
+
+
+class Told:
+    """In the place of a batch: says when it is copied, and handed over to the stream that uses it."""
+
+    def __init__(self, number: int, streams: Streams) -> None:
+        self.number, self.streams = number, streams
+
+    def to(self, _device) -> Told:
+        self.streams.log.append(f"{self.streams.now} copies {self.number}")
+        return self
+
+    def record_stream(self, stream: Streams) -> None:
+        self.streams.log.append(f"{stream.now} keeps {self.number}")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_batches_are_copied_one_ahead_on_one_stream_for_all_steps(monkeypatch, count):
+    loading._copying.cache_clear()
+    streams = Streams(monkeypatch)
+    for _step in range(3):
+        for batch in on_device([Told(number, streams) for number in range(count)], torch.device("cuda", 0)):
+            streams.log.append(f"main uses {batch.number}")
+        for number in range(count):
+            copied, used = (streams.log.index(f"{what} {number}") for what in ("side 1 copies", "main uses"))
+            between = streams.log[copied:used]
+            assert "main waits for side 1" in between
+            assert f"main keeps {number}" in between
+            if number + 1 < count:  # the next one is on its way before this one is computed
+                assert streams.log.index(f"side 1 copies {number + 1}") < used
+        streams.log.clear()
+    assert streams.made == 1
+    loading._copying.cache_clear()
