@@ -25,6 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+TILE = 128
+"""Rows and columns of scores that flex_attention takes or leaves together."""
+FLEX_HEAD = 16
+"""Smallest head that its kernels take."""
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -110,10 +115,12 @@ def lone_attention(query: Tensor, context: KeyValue, block: KeyValue, _layout: B
 
 
 @lru_cache(maxsize=1)
-def _compiled_flex() -> tuple[Any, Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
+    # Whole or not at all: torch would go on without the compiler after too many compilations, with all scores
+    # in memory.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def flex_block_attention(
@@ -121,13 +128,16 @@ def flex_block_attention(
 ) -> Tensor:
     """The same with flex_attention, whose block mask skips tiles that nothing sees.
 
-    The mask depends on the layout alone, so it is built once a micro-batch and serves every layer.
+    The mask depends on the layout alone, so it is built once a micro-batch and serves every layer. Compiled,
+    fewer rows than a tile, or heads for which there are no kernels, are attended to densely.
     """
     from torch.nn.attention import flex_attention as flex
 
     blocks, asking = query.shape[:2]
-    attend, make_mask = _compiled_flex() if compiled else (flex.flex_attention, flex.create_block_mask)
-    mask = _flex_mask(layout, context.key.shape[0], (asking, block.key.shape[1]), make_mask)
+    if compiled and (blocks * asking < TILE or query.shape[-1] < FLEX_HEAD):
+        return dense_attention(query, context, block, layout)
+    attend = _compiled_flex() if compiled else flex.flex_attention
+    mask = _flex_mask(layout, context.key.shape[0], (asking, block.key.shape[1]))
     joined = _joined(context, block)
     # [A*Q, h, d] -> [1, h, A*Q, d]
     heads_first = [x.transpose(0, 1)[None] for x in (query.flatten(0, 1), *joined)]
@@ -135,20 +145,76 @@ def flex_block_attention(
     return out[0].transpose(0, 1).reshape(blocks, asking, *query.shape[2:])  # type: ignore[no-any-return]
 
 
-def _flex_mask(layout: BlockLayout, rows: int, slots: tuple[int, int], make_mask: Any) -> Any:
-    """The block mask for `(Q, B)` slots a block: one for all layers but the last, one for the last."""
+def _flex_mask(layout: BlockLayout, rows: int, slots: tuple[int, int]) -> Any:
+    """The block mask for `(Q, B)` slots a block: one for all layers but the last, one for the last.
+
+    torch's `create_block_mask` looks at every score, A*Q by T + A*B of them, and holds them all where it is
+    not compiled. What blocks see is a stretch of rows, so whole tiles of it are found from its ends.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
     asking, size = slots
     key = f"flex {asking}"
-    if key in layout.memo:
-        return layout.memo[key]
-    start, end = layout.context_start, layout.context_end
-    blocks = start.shape[0]
+    if key not in layout.memo:
+        blocks = len(layout.context_start)
+        seen, whole = _tiles(layout, rows, slots)
+        layout.memo[key] = BlockMask.from_kv_blocks(
+            *_in_order(seen & ~whole),
+            *_in_order(whole),
+            BLOCK_SIZE=TILE,
+            mask_mod=_sees(layout, rows, slots),
+            seq_lengths=(blocks * asking, rows + blocks * size),
+        )
+    return layout.memo[key]
+
+
+def _sees(layout: BlockLayout, rows: int, slots: tuple[int, int]) -> Callable[..., Tensor]:
+    """Whether a query sees a key. It knows tensors alone: numbers would be compiled into it."""
+    asking, size = slots
+    start, end = (_each(part.int(), asking) for part in (layout.context_start, layout.context_end))
+    blocks = torch.arange(len(layout.context_start), dtype=torch.int32, device=start.device)
+    of_query = _each(blocks, asking)
+    of_key = torch.cat([blocks.new_full((rows,), -1), _each(blocks, size)])  # -1: context, of no block
 
     def sees(_batch: Tensor, _head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        own = q // asking
-        in_context = (kv < rows) & (kv >= start[own]) & (kv < end[own])
-        in_block = (kv >= rows) & ((kv - rows) // size == own)
-        return in_context | in_block
+        return ((kv >= start[q]) & (kv < end[q])) | (of_key[kv] == of_query[q])
 
-    layout.memo[key] = make_mask(sees, None, None, blocks * asking, rows + blocks * size, device=start.device)
-    return layout.memo[key]
+    return sees
+
+
+def _each(x: Tensor, times: int) -> Tensor:
+    """`[n]`, each so many times in a row."""
+    return x[:, None].expand(-1, times).flatten()
+
+
+def _tiles(layout: BlockLayout, rows: int, slots: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Tiles in which some query sees some key, and those in which all see all, bool `[tiles, tiles]`.
+
+    Nothing here waits for the device.
+    """
+    asking, size = slots
+    start, end = layout.context_start[:, None], layout.context_end[:, None]
+    blocks = len(start)
+    queries, keys = blocks * asking, rows + blocks * size
+    own = rows + size * torch.arange(blocks, device=start.device)[:, None]
+    left = torch.arange(0, keys, TILE, device=start.device)
+    # what each block sees: two stretches of columns, by tiles of keys [A, tiles]
+    stretches = ((start, end), (own, own + size))
+    touched = [(first < left + TILE) & (last > left) & (first < last) for first, last in stretches]
+    covered = [(first <= left) & (last >= left + TILE) for first, last in stretches]
+    # tiles of queries hold the rows of blocks first .. last - 1
+    top = torch.arange(0, queries, TILE, device=start.device)
+    first, last = top // asking, (top + TILE - 1).clamp_max(queries - 1) // asking + 1
+
+    def count(by_block: list[Tensor]) -> Tensor:
+        sums = F.pad((by_block[0] | by_block[1]).cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
+        return sums[last] - sums[first]
+
+    complete = top + TILE <= queries
+    return count(touched) > 0, (count(covered) == (last - first)[:, None]) & complete[:, None]
+
+
+def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of each row of tiles are marked, int32 `[1, 1, n]`, and their places, others behind them."""
+    places = tiles.int().argsort(dim=1, descending=True, stable=True)
+    return tiles.sum(1, dtype=torch.int32)[None, None], places.int()[None, None]

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dflash import attention as attention_module
 from dflash import grouped
 from dflash.attention import (
+    TILE,
     BlockLayout,
     KeyValue,
     dense_attention,
@@ -34,11 +36,11 @@ class Case:
     def leaves(self) -> list[Tensor]:
         return [self.query, *self.context, *self.block]
 
-    def run_flex(self) -> Tensor:
-        """Uncompiled and forward only: all that flex_attention can do on a CPU."""
+    def run_flex(self, *, compiled: bool = False) -> Tensor:
+        """Forward only: all that flex_attention can do on a CPU."""
         detached = [tensor.detach() for tensor in self.leaves()]
         return flex_block_attention(
-            detached[0], KeyValue(*detached[1:3]), KeyValue(*detached[3:]), self.layout, compiled=False
+            detached[0], KeyValue(*detached[1:3]), KeyValue(*detached[3:]), self.layout, compiled=compiled
         )
 
     def run(self, attention) -> Tensor:
@@ -53,6 +55,7 @@ def make_case(
     *,
     seed: int = 0,
     asking: int | None = None,
+    width: int = 8,
 ) -> Case:
     """Documents one after another, each given by its sorted anchors; its context ends at the last one."""
     starts, ends, rows = [], [], 0
@@ -63,7 +66,7 @@ def make_case(
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, 8, generator=generator, requires_grad=True)
+        return torch.randn(*shape, width, generator=generator, requires_grad=True)
 
     blocks = len(starts)
     return Case(
@@ -117,6 +120,73 @@ def test_the_flex_mask_is_built_once_for_all_layers():
     mask = case.layout.memo["flex 3"]
     case.run_flex()
     assert case.layout.memo["flex 3"] is mask
+
+
+LONG = st.lists(
+    st.lists(st.integers(0, 500), min_size=0, max_size=40, unique=True).map(sorted), min_size=1, max_size=4
+).filter(any)
+
+
+def by_tiles(sees: Tensor) -> Tensor:
+    """Bool `[queries, keys]` in tiles `[tiles, tiles, TILE * TILE]`, filled up with False."""
+    rows, columns = (-(-length // TILE) * TILE for length in sees.shape)
+    filled = torch.zeros(rows, columns, dtype=torch.bool)
+    filled[: sees.shape[0], : sees.shape[1]] = sees
+    return filled.unflatten(0, (-1, TILE)).unflatten(2, (-1, TILE)).transpose(1, 2).flatten(2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(LONG, st.integers(1, 20), st.integers(0, 3), st.integers(0, 300), st.integers(0, 9))
+def test_the_flex_mask_takes_the_tiles_in_which_anything_is_seen(
+    anchors, size, silent, more_rows, more_blocks
+):
+    """Also behind rows and blocks of padding."""
+    layout, asking = make_case(anchors, size).layout, max(size - silent, 1)
+    used = max(layout.context_end.tolist())
+    starts, ends = (
+        [*part.tolist(), *[used] * more_blocks] for part in (layout.context_start, layout.context_end)
+    )
+    layout, rows = BlockLayout.build(starts, ends), used + more_rows
+    tiles = by_tiles(visible(layout, rows, size, asking))
+    mask = attention_module._flex_mask(layout, rows, (asking, size))
+    assert torch.equal(mask.to_dense()[0, 0] > 0, tiles.any(-1))
+    counts, places = mask.full_kv_num_blocks[0, 0].tolist(), mask.full_kv_indices[0, 0].tolist()
+    for row, (count, order) in enumerate(zip(counts, places, strict=True)):
+        assert tiles[row, order[:count]].all()
+    queries, keys = (torch.arange(length) for length in mask.shape[-2:])
+    by_score = mask.mask_mod(queries[:1], queries[:1], queries[:, None], keys)
+    assert torch.equal(by_score, visible(layout, rows, size, asking))
+
+
+def test_the_flex_mask_is_built_without_waiting_for_the_device():
+    """Tensors on `meta` have no values that could be read."""
+    layout = BlockLayout(*torch.zeros(2, 70, dtype=torch.int64, device="meta"))
+    mask = attention_module._flex_mask(layout, 300, (15, 16))
+    assert mask.kv_indices.device.type == "meta"
+    assert mask.shape == (1, 1, 70 * 15, 300 + 70 * 16)
+
+
+def test_compiled_flex_attention_meets_new_shapes_without_compiling_again(monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend="eager")
+    monkeypatch.setattr(attention_module, "_compiled_flex", lambda: compiled)
+    graphs = []
+    for anchors in ([list(range(40))], [[3, 9, 200], list(range(50))], [[*range(60, 120)], [1], [4, 80]]):
+        for asking in (16, 15):
+            case = make_case(anchors, 16, 4, 2, asking=asking, width=16)
+            out = case.run_flex(compiled=True)
+            torch.testing.assert_close(out, case.run(dense_attention).detach(), atol=2e-6, rtol=1e-5)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[0] == graphs[1] == graphs[2]
+
+
+@pytest.mark.parametrize(("blocks", "width"), [(7, 16), (40, 8)])
+def test_a_few_rows_and_small_heads_need_no_kernel(monkeypatch, blocks, width):
+    monkeypatch.setattr(attention_module, "_compiled_flex", lambda: pytest.fail("compiled"))
+    case = make_case([list(range(blocks))], 16, width=width)
+    assert torch.equal(case.run(flex_block_attention), case.run(dense_attention))
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
