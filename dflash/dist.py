@@ -6,15 +6,20 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch import distributed as torch_dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # re-exported silently
+from torch.distributed import (  # type: ignore[attr-defined] # re-exported silently
+    PrefixStore,
+    Store,
+    distributed_c10d,
+)
 from torch.distributed.rendezvous import rendezvous
 
 from dflash.errors import EXIT_RANK_FAILED, ConfigError, RankFailed
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(minutes=10)
 _POLL_S = 0.01
+_FAREWELL_S = 5.0
+"""How long leaving the others may take after a failure."""
 
 
 def default_nproc() -> int:
@@ -36,8 +43,19 @@ def default_nproc() -> int:
 
 
 def device_of(world: World) -> torch.device:
-    """The GPU of this process, or the CPU."""
-    return torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    """The GPU of this process, or the CPU.
+
+    Raises:
+        ConfigError: there are GPUs, but none for this process.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if world.local_rank >= (gpus := torch.cuda.device_count()):
+        raise ConfigError(
+            f"LOCAL_RANK is {world.local_rank}, but this process sees {gpus} GPU(s); start at most one "
+            "process a GPU, and let each see all GPUs of its machine (CUDA_VISIBLE_DEVICES)"
+        )
+    return torch.device("cuda", world.local_rank)
 
 
 @contextmanager
@@ -49,17 +67,12 @@ def process_group(world: World) -> Iterator[None]:
     Raises:
         RankFailed: the others cannot be found.
     """
-    device = device_of(world)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = _own_device(world)
     if world.size == 1 or torch_dist.is_initialized():
         yield
         return
-    _join(device, _met(world), world.rank, world.size)
-    try:
+    with _joined(device, _met(world), world.rank, world.size):
         yield
-    finally:
-        torch_dist.destroy_process_group()
 
 
 @contextmanager
@@ -79,22 +92,51 @@ def replica_group(world: World, size: int) -> Iterator[Store]:
     Raises:
         RankFailed: the others cannot be found.
     """
+    device, store = _own_device(world), _met(world)
+    own = PrefixStore(f"replica{world.rank // size}", store)
+    with _joined(device, own, world.rank % size, size):
+        yield store
+
+
+def _own_device(world: World) -> torch.device:
+    """The device of this process, which CUDA uses where none is named."""
     device = device_of(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = _met(world)
-    _join(device, PrefixStore(f"replica{world.rank // size}", store), world.rank % size, size)
-    try:
-        yield store
-    finally:
-        torch_dist.destroy_process_group()
+    return device
 
 
-def _join(device: torch.device, store: Store, rank: int, size: int) -> None:
-    """Join a process group whose ranks share this store."""
+@contextmanager
+def _joined(device: torch.device, store: Store, rank: int, size: int) -> Iterator[None]:
+    """In a process group whose ranks share this store, for the length of the block."""
     bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     backend = "nccl" if device.type == "cuda" else "gloo"
     torch_dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, **bound)
+    try:
+        yield
+    except BaseException:
+        if backend == "nccl":
+            _abandon()
+        else:
+            torch_dist.destroy_process_group()
+        raise
+    torch_dist.destroy_process_group()
+
+
+def _abandon() -> None:
+    """Leave an NCCL group after a failure.
+
+    Destroying it waits for collectives in flight and for ranks that may be gone, aborting it for less, but at
+    times for ever too (NCCL issue 1777). The error of this rank shall be read all the same.
+    """
+
+    def leave() -> None:
+        with suppress(RuntimeError):
+            distributed_c10d._abort_process_group()  # noqa: SLF001 - torch has no public name for it
+
+    thread = threading.Thread(target=leave, name="abandon", daemon=True)
+    thread.start()
+    thread.join(_FAREWELL_S)
 
 
 def _met(world: World) -> Store:

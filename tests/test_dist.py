@@ -82,7 +82,56 @@ def test_there_is_one_process_a_gpu_and_one_without(monkeypatch, gpus, expected)
 def test_a_process_uses_the_gpu_of_its_local_rank(monkeypatch):
     assert dist.device_of(World(5, 8, 1)).type == "cpu" or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert dist.device_of(World(5, 8, 1)) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK is 4, but this process sees 4 GPU\(s\)"):
+        dist.device_of(World(4, 8, 4))
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """GPUs and NCCL, as far as joining and leaving go: notes what was called; aborting hangs if told to."""
+    note = SimpleNamespace(called=[], hangs=False)
+
+    def abort():
+        note.called.append("abort")
+        time.sleep(60 if note.hangs else 0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", note.called.append)
+    monkeypatch.setattr(dist, "_met", lambda world: torch_dist.HashStore())
+    monkeypatch.setattr(
+        torch_dist,
+        "init_process_group",
+        lambda backend, device_id, **rest: note.called.append((backend, device_id)),
+    )
+    monkeypatch.setattr(torch_dist, "destroy_process_group", lambda: note.called.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(dist, "_FAREWELL_S", 0.05)
+    return note
+
+
+GROUPS = [lambda: dist.process_group(World(5, 8, 5)), lambda: dist.replica_group(World(5, 8, 5), 2)]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_with_nccl_the_gpu_is_chosen_before_the_group_is_joined_on_it(nccl, group):
+    with group():
+        pass
+    gpu = torch.device("cuda", 5)
+    assert nccl.called == [gpu, ("nccl", gpu), "destroy"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_after_a_failure_an_nccl_group_is_left_without_waiting_for_the_others(nccl, hangs, group):
+    nccl.hangs = hangs
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="mine"), group():
+        raise ConfigError("mine")
+    assert nccl.called[2:] == ["abort"]
+    assert time.monotonic() - started < 30
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
