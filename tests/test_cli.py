@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,54 @@ def test_bad_training_settings_are_one_line_that_names_flag_and_value(
 def test_training_from_what_is_no_cache_says_so(tmp_path: Path) -> None:
     error = fails("train", "--cache", str(tmp_path / "none"), "--out", str(tmp_path / "r"))
     assert str(tmp_path / "none") in error
+
+
+OOM = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 "
+    "GiB is free. Of the allocated memory 70.00 GiB is allocated by PyTorch. See documentation"
+)
+
+
+def test_a_gpu_without_memory_is_one_line_that_says_what_takes_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    import dflash.train.trainer
+
+    def train(config: object, world: object) -> None:
+        raise torch.OutOfMemoryError(OOM)
+
+    monkeypatch.setattr(dflash.train.trainer, "train", train)
+    error = fails("train", "--cache", str(tmp_path / "c"), "--out", str(tmp_path / "r"))
+    assert error.startswith("Error: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total")
+    assert "1.20 GiB is free; lower --tokens-per-batch, or give --activation-checkpointing" in error
+    assert "PyTorch" not in error
+
+
+def test_other_errors_of_torch_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dflash.train.trainer
+
+    def train(config: object, world: object) -> None:
+        raise RuntimeError("expected scalar type")
+
+    monkeypatch.setattr(dflash.train.trainer, "train", train)
+    result = run("train", "--cache", str(tmp_path / "c"), "--out", str(tmp_path / "r"))
+    assert isinstance(result.exception, RuntimeError)
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_how_cudas_allocator_works_is_said_before_torch_is_loaded_unless_the_user_has(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash import __main__ as program
+
+    before: dict[str, str] = {} if own is None else {own: "max_split_size_mb:64"}
+    monkeypatch.setattr(program, "cli", lambda prog_name: None)
+    monkeypatch.setattr(os, "environ", dict(before))
+    program.main()
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if own is None else before
+    assert os.environ == expected
 
 
 def test_taps_that_are_no_numbers_are_refused() -> None:

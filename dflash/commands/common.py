@@ -26,8 +26,26 @@ class OtherRankError(UserError):
     exit_code = EXIT_RANK_FAILED
 
 
+_LESS_MEMORY = {
+    "train": "lower --tokens-per-batch, or give --activation-checkpointing (on several GPUs --parallel fsdp)",
+    "extract": "lower --tokens-per-batch or --max-length, or let several GPUs hold the target (--tp)",
+    "eval": "try --dtype bfloat16, or a lower --batch-size",
+    "generate": "try --dtype bfloat16",
+}
+"""What a command can do with less of a GPU's memory."""
+
+
+def out_of_memory(error: RuntimeError, command: str | None) -> str | None:
+    """What to say of an error if it is torch's for want of memory; torch itself is not loaded for that."""
+    if type(error).__name__ != "OutOfMemoryError":
+        return None
+    reason = ". ".join(str(error).split(". ")[:3]).removesuffix(".")
+    advice = _LESS_MEMORY.get(command or "", "use a GPU with more")
+    return f"{reason}; {advice}"
+
+
 class Group(click.Group):
-    """Turns `DflashError` into one line and exit code 2."""
+    """Turns `DflashError`, and torch's own error for want of memory, into one line and exit code 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -36,6 +54,10 @@ class Group(click.Group):
         except DflashError as error:
             kind = OtherRankError if isinstance(error, RankFailed) else UserError
             raise kind(str(error)) from error
+        except RuntimeError as error:
+            if (text := out_of_memory(error, ctx.invoked_subcommand)) is None:
+                raise
+            raise UserError(text) from error
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
             raise SystemExit(130) from None
