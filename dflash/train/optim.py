@@ -105,7 +105,8 @@ class MuonAdamW:
             momentum=0.95,
             adjust_lr_fn="match_rms_adamw",
         )
-        adamw = torch.optim.AdamW(vectors, lr=config.lr, betas=config.betas, weight_decay=0.0)
+        # fused: its count of steps is on the device, where a resumed one is too; else each is read every step
+        adamw = torch.optim.AdamW(vectors, lr=config.lr, betas=config.betas, weight_decay=0.0, fused=True)
         self._parts = (muon, adamw)
         self.param_groups: list[dict[str, Any]] = [*muon.param_groups, *adamw.param_groups]
         # Both look their state up by parameter, so one mapping serves both.

@@ -21,6 +21,7 @@ from dflash.cache.reader import CacheReader
 from dflash.drafter import Drafter
 from dflash.head import TargetHead
 from dflash.train.batches import BlockShape, Document, PackedBatch, pack
+from dflash.train.padding import multiples_for, padded
 
 LOGIT_ROWS = 512
 """Positions whose logits exist at once."""
@@ -119,9 +120,14 @@ def walk_samples(
     docs = [Document(sample, np.arange(begin, end - 1), 0) for _, begin, end, sample in responses]
     left = [end - 1 - doc.anchors for doc, (_, _, end, _) in zip(docs, responses, strict=True)]
     possible = [np.minimum(part, shape.size - 1) for part in left]
-    batch = pack(docs, shape).to(device)
-    limits = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *possible])).to(device)
-    drafts = _leading_hits(drafter, head, batch, limits).cpu().numpy()
+    batch = pack(docs, shape)
+    if device.type == "cuda":  # kernels are compiled for new shapes; on a CPU padding takes longer than that
+        batch = padded(batch, multiples_for(device))
+    limits = np.zeros(batch.blocks, np.int64)  # blocks of the padding have nothing to look at
+    count = sum(map(len, possible))
+    limits[:count] = np.concatenate([limits[:0], *possible])
+    hits = _leading_hits(drafter, head, batch.to(device), torch.from_numpy(limits).to(device))
+    drafts = hits[:count].cpu().numpy()
     ends = np.cumsum([len(doc.anchors) for doc in docs])[:-1]
     for (row, *_), most, reach, right in zip(responses, left, possible, np.split(drafts, ends), strict=False):
         yield Walked(row, np.minimum(right + 1, most), right, reach)
@@ -166,7 +172,7 @@ def _leading_hits(drafter: Drafter, head: TargetHead, batch: PackedBatch, limits
         hidden = drafter(
             head.embed(batch.block_ids).float(),
             batch.block_positions,
-            batch.features[:, : len(drafter.config.target_layer_ids) * drafter.config.hidden_size].float(),
+            batch.features[:, : len(drafter.config.target_layer_ids) * drafter.config.hidden_size].to(dtype),
             batch.context_positions,
             batch.layout,
         )

@@ -18,9 +18,13 @@ from dflash.decode.config import DecodeConfig, Generation
 from dflash.decode.loop import generate
 from dflash.drafter import Drafter
 from dflash.target import Target
+from dflash.train import walk as walk_module
+from dflash.train.batches import pack
 from dflash.train.evaluation import WalkCounts
+from dflash.train.padding import Multiples, padded
 from dflash.train.walk import (
     PASS_SLOTS,
+    Walked,
     WalkSums,
     pooled,
     response_runs,
@@ -89,6 +93,22 @@ def test_the_walk_from_the_cache_is_what_the_decoder_did_on_the_same_texts(decod
     sums = pooled(one.accepted for one in walked)
     tokens, cycles = sum(sum(r.accepted) for r in results), sum(len(r.accepted) for r in results)
     assert sums.walk_tau == tokens / cycles > 1.2
+
+
+def test_rows_and_blocks_of_padding_change_nothing(decoded, monkeypatch) -> None:
+    """On CUDA a pass is padded to shapes that training has too."""
+    cache, target, drafter, _ = decoded
+
+    def walked() -> list[Walked]:
+        rows, cpu = [0, 1, 2, 3], torch.device("cpu")
+        return list(walk_samples(drafter, target.head, CacheReader(cache), rows, cpu))
+
+    plain = walked()
+    monkeypatch.setattr(walk_module, "pack", lambda docs, shape: padded(pack(docs, shape), Multiples(50, 40)))
+    for ours, expected in zip(walked(), plain, strict=True):
+        assert ours.row == expected.row
+        for mine, other in zip(ours[1:], expected[1:], strict=True):
+            assert np.array_equal(mine, other)
 
 
 def test_accuracy_by_place_is_that_of_drafts_behind_right_ones(decoded) -> None:
