@@ -21,6 +21,7 @@ from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_ava
 
 from dflash.errors import ConfigError, TargetError
 from dflash.head import TargetHead, head_of
+from dflash.progress import warn
 from dflash.smallrows import use_small_rows
 from dflash.taps import check_taps
 from dflash.target_files import TargetFacts, inspect_target, load_config, load_model, load_tokenizer
@@ -199,7 +200,8 @@ class TruncatedTarget:
         """Switch to attention over packed sequences of any length, where the model has it: flash, else flex.
 
         Whether it has is found by looking: some models ignore where a sequence begins, and layers with linear
-        attention carry their state on, both without an error.
+        attention carry their state on, both without an error. Others end with one: flash attention takes no
+        float32, and flex attention needs a compiler.
         """
         before = self.model.config._attn_implementation  # noqa: SLF001 - Transformers has no public name for it
         for name, available in (
@@ -210,10 +212,13 @@ class TruncatedTarget:
                 continue
             try:
                 self.model.set_attn_implementation(name)
+                if self.packs_exactly():
+                    return True
             except (ValueError, ImportError):  # this model has no such implementation
                 continue
-            if self.packs_exactly():
-                return True
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n")[0]
+                warn(f"{name} does not run here, so batches are not packed with it: {reason}")
         self.model.set_attn_implementation(before)
         return False
 
@@ -256,10 +261,12 @@ class TruncatedTarget:
         for row, ids in enumerate(sequences):
             padded[row, : len(ids)] = ids
             real[row, : len(ids)] = True
-        keep = None if real.all() else torch.from_numpy(real).to(self.device)
+        # by number: to count what a mask holds, the host would wait for the device at each tap
+        keep = None if real.all() else torch.from_numpy(np.flatnonzero(real)).to(self.device)
 
         def take(k: int, output: Tensor) -> None:
-            out[:, k] = output.flatten(0, 1) if keep is None else output[keep]
+            states = output.flatten(0, 1)
+            out[:, k] = states if keep is None else states.index_select(0, keep)
 
         with tapped(self._layers, self.taps, take):
             self.model(input_ids=torch.from_numpy(padded).to(self.device), use_cache=False)

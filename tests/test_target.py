@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import EOS, VOCAB, write_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
 
 from dflash.errors import ConfigError, TargetError
 from dflash.target import (
@@ -47,6 +47,17 @@ def reference(model, ids: np.ndarray) -> list[torch.Tensor]:
     handle.remove()
     assert len(states) == LAYERS + 1
     return [state[0] for state in states[1:-1]] + before_norm
+
+
+def test_taps_of_a_padded_batch_are_taken_without_waiting_for_the_device(folder, monkeypatch):
+    """Nothing can be read from torch's device `meta`, nor does it have shapes that depend on values.
+
+    Transformers looks once, before the first layer, whether the batch is packed.
+    """
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
+    meta = torch.device("meta")
+    target = TruncatedTarget(str(folder), (1, 3), dtype=torch.float32, device=meta)
+    target.capture(random_sequences(1, 9, 4), torch.empty(14, 2, target.hidden_size, device=meta))
 
 
 def random_sequences(*lengths: int) -> list[np.ndarray]:

@@ -116,6 +116,25 @@ def test_the_first_attention_that_packs_exactly_is_used(folder_of, monkeypatch, 
     assert chosen == tried
 
 
+def test_attention_that_does_not_run_is_passed_over_with_a_warning(folder_of, monkeypatch, capsys):
+    """Flash attention takes no float32 and no old GPU, flex attention needs a compiler."""
+    monkeypatch.setattr(target_module, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(target_module, "is_torch_flex_attn_available", lambda: True)
+    target, chosen = truncated(folder_of("llama"), 0), []
+    monkeypatch.setattr(type(target.model), "set_attn_implementation", lambda _, name: chosen.append(name))
+
+    def packs_exactly():
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type\nsomewhere")
+
+    monkeypatch.setattr(target, "packs_exactly", packs_exactly)
+    assert target.use_packing() is False
+    assert chosen == ["flash_attention_2", "flex_attention", "sdpa"]
+    warning = (
+        "flash_attention_2 does not run here, so batches are not packed with it: FlashAttention only support"
+    )
+    assert warning in capsys.readouterr().err
+
+
 @families
 def test_no_two_layers_put_out_the_same(folder_of, name):
     """Otherwise the test above could not tell a tap that is one layer off."""

@@ -125,7 +125,9 @@ class Capturer:
     def _attempt(self, rows: np.ndarray) -> InFlight | None:
         try:
             return self._forward(rows)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             return None  # and with the traceback the tensors of the failed pass go
 
     def _forward(self, rows: np.ndarray) -> InFlight:
@@ -157,6 +159,12 @@ class Capturer:
         self._most = longest * (len(rows) // 2)
         if self._target.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """Whether a device or the host had too little memory; cuBLAS and pinned memory say so in words alone."""
+    said = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
 
 
 def _stay(states: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Callable[[], None]]:

@@ -161,6 +161,20 @@ def test_batches_that_do_not_fit_are_halved_and_the_size_is_remembered(config, w
     assert ("batches halved" in report.text()) is bool(too_large)
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("expected scalar type Float but found BFloat16"), False),
+    ],
+)
+def test_want_of_memory_is_told_from_other_errors(error, expected):
+    assert capture_module.lacks_memory(error) is expected
+
+
 def test_a_sample_that_does_not_fit_alone_is_an_error(config, monkeypatch):
     with_memory(monkeypatch, 100)
     with pytest.raises(TargetError, match=r"memory of cpu does not suffice for one sample of \d+ tokens"):
