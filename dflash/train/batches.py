@@ -173,15 +173,6 @@ class PackedBatch:
         """The same batch in page-locked memory, from which CUDA copies run beside the computation."""
         return self._map(Tensor.pin_memory)
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of a batch that another stream copied until this stream has used it."""
-
-        def recorded(tensor: Tensor) -> Tensor:
-            tensor.record_stream(stream)
-            return tensor
-
-        self._map(recorded)
-
     def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         return _changed(self, change)  # type: ignore[no-any-return]
 

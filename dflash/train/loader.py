@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from dflash.train.sampler import SamplerState, Step, batches_for
 from dflash.train.teacher import with_teacher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from typing_extensions import Self
 
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
     from dflash.world import World
 
 TWO_STEPS = ReadyLimits(gate=1, steps=2, limit_bytes=DEFAULT_BYTES)
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class LoadedStep:
     """Seconds that it waited."""
     corrupt: tuple[CorruptSample, ...] = ()
     """Damaged samples that this rank's micro-batches lack."""
+    following: Callable[[], PackedBatch | None] = _nothing
+    """This rank's first micro-batch of the next step, if that is ready."""
 
 
 class BlockPlan(NamedTuple):
@@ -109,7 +114,11 @@ class StepLoader:
             self.waited += drawn.waited
             if drawn.item is None:
                 return
-            yield replace(drawn.item, ready=drawn.ready, waited=drawn.waited)
+            yield replace(drawn.item, ready=drawn.ready, waited=drawn.waited, following=self._following)
+
+    def _following(self) -> PackedBatch | None:
+        step = self.window.peek()
+        return None if step is None else step.batches[0]
 
     def _produce(self) -> None:
         try:
@@ -184,30 +193,42 @@ class StepLoader:
         return draws
 
 
-def on_device(batches: Sequence[PackedBatch], device: torch.device) -> Iterator[PackedBatch]:
-    """Move batches to the device one ahead of their use, on a stream of its own where the device has them."""
-    if device.type != "cuda":
-        yield from (batch.to(device) for batch in batches)
-        return
-    side = _copying(device)
-    waiting: PackedBatch | None = None
-    for batch in [*batches, None]:
-        ready = waiting
-        if batch is not None:
-            with torch.cuda.stream(side):
-                waiting = batch.to(device)
-        if ready is not None:
-            yield ready
-        # what was copied beside the last batch's computation may be used from here on
-        torch.cuda.current_stream(device).wait_stream(side)
-        if waiting is not None:
-            waiting.record_stream(torch.cuda.current_stream(device))
+class DeviceFeed:
+    """Brings the micro-batches of steps to a device, each beside the computation of the one before it.
 
-
-@cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which batches are copied: always the same, since freed memory goes back to its stream.
-
-    With a new one a step, each of PyTorch's 32 streams would come to keep room for two batches.
+    On CUDA they are copied on a stream of their own, to which their memory goes back. It must not be written
+    to before the device has computed what it was used for. So a copy waits, on the device, for what was asked
+    of it before; it is asked for before the computation that it runs beside. Three batches have memory at
+    most. `Tensor.record_stream` would have the host look whether that memory is free: one that runs ahead
+    finds that it is not, and takes more for every micro-batch of a step.
     """
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._ahead: tuple[PackedBatch, PackedBatch] | None = None  # in host memory, on the device
+
+    def batches(self, step: LoadedStep) -> Iterator[PackedBatch]:
+        """Those of a step on the device; behind its last one the next step's first, if that is ready."""
+        if self._copying is None:
+            yield from (batch.to(self._device) for batch in step.batches)
+            return
+        for number, batch in enumerate(step.batches, 1):
+            here = self._take(batch, self._copying)
+            following = step.batches[number] if number < len(step.batches) else step.following()
+            if following is not None:
+                self._begin(following, self._copying)
+            yield here
+
+    def _begin(self, batch: PackedBatch, copying: torch.cuda.Stream) -> None:
+        copying.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(copying):
+            self._ahead = batch, batch.to(self._device)
+
+    def _take(self, batch: PackedBatch, copying: torch.cuda.Stream) -> PackedBatch:
+        if self._ahead is None or self._ahead[0] is not batch:
+            self._begin(batch, copying)
+        assert self._ahead is not None
+        (_, here), self._ahead = self._ahead, None
+        torch.cuda.current_stream(self._device).wait_stream(copying)
+        return here

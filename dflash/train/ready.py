@@ -145,6 +145,11 @@ class ReadyWindow(Generic[Item]):
                 raise self._error
             return Drawn(None, ready, waited)
 
+    def peek(self) -> Item | None:
+        """The next step, if it is ready; it stays where it is."""
+        with self._changed:
+            return self._items[0][0] if self._items else None
+
     def _has_room(self, size: int) -> bool:
         if not self._items:
             return True

@@ -23,7 +23,7 @@ from dflash.head import HEAD_NAME, TargetHead
 from dflash.lifeline import Lifeline
 from dflash.progress import warn
 from dflash.provenance import write_run_record
-from dflash.train.batches import BlockShape, PackedBatch
+from dflash.train.batches import BlockShape
 from dflash.train.checkpoint import (
     Snapshot,
     TrainState,
@@ -43,7 +43,7 @@ from dflash.train.faults import BadSteps, CorruptSample, record_corrupt
 from dflash.train.following import FollowSampler
 from dflash.train.holdout import split
 from dflash.train.initial import initial_drafter
-from dflash.train.loader import BlockPlan, LoadedStep, StepLoader, on_device
+from dflash.train.loader import BlockPlan, DeviceFeed, LoadedStep, StepLoader
 from dflash.train.loggers import open_loggers
 from dflash.train.network import drafter_config
 from dflash.train.objective import DraftingLoss, LossSums
@@ -104,7 +104,7 @@ class Run:
         self.done = self.consumed = 0  # steps, tokens
         self.saved: int | None = None  # step of the newest checkpoint
         self.mix_before: Any = None  # what earlier starts consumed
-        self.line, self.bad = line, BadSteps(config.max_bad_steps)
+        self.line, self.bad, self.feed = line, BadSteps(config.max_bad_steps), DeviceFeed(self.device)
         self.log = RunLog(config.out, identity.bucket_edges, self.sampler.quota, enabled=world.is_main)
 
     @classmethod
@@ -237,7 +237,7 @@ class Run:
         started = time.perf_counter()
         tokens = int(loaded.draws.sum())
         lr = lr_at(self.through(tokens), self.config.optim)
-        sums, losses = self._backward(loaded.batches)
+        sums, losses = self._backward(loaded)
         totals, grad_norm = self._update(sums, lr)
         self.done += 1
         self.consumed += tokens
@@ -290,15 +290,15 @@ class Run:
     def _epoch(self) -> float:
         return self.consumed / self.sampler.epoch_tokens
 
-    def _backward(self, batches: list[PackedBatch]) -> tuple[Tensor, list[Tensor]]:
+    def _backward(self, loaded: LoadedStep) -> tuple[Tensor, list[Tensor]]:
         """Sum loss gradients over this rank's micro-batches.
 
         Returns:
             The sums of `LossSums` over all ranks, and the loss of each of this rank's micro-batches; both are
             on the device, and not yet read.
         """
-        parts, losses, last = [], [], len(batches) - 1
-        for number, batch in enumerate(on_device(batches, self.device)):
+        parts, losses, last = [], [], len(loaded.batches) - 1
+        for number, batch in enumerate(self.feed.batches(loaded)):
             # Ranks exchange gradients once a step, beside the last backward pass.
             with exchanging(self.module, number == last):
                 sums: LossSums = self.module(batch)

@@ -12,6 +12,8 @@ from importlib import import_module
 import pytest
 import torch
 from accelerator import META, Passing, recording, tensors_in
+from hypothesis import given
+from hypothesis import strategies as st
 from support import MASK, VOCAB, drafter_config, write_cache
 from test_objective import SHAPE, make_documents
 from tiny_runs import LENGTHS, tiny_config
@@ -24,10 +26,9 @@ from dflash.cache.reader import CacheReader
 from dflash.cache.transcode import transcode
 from dflash.drafter import Drafter
 from dflash.head import HeadFacts, TargetHead
-from dflash.train import loader as loading
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
 from dflash.train.candidates import candidates
-from dflash.train.loader import on_device
+from dflash.train.loader import DeviceFeed, LoadedStep
 from dflash.train.objective import LOGIT_ROWS, DraftingLoss, HeadCrossEntropy, ObjectiveConfig
 from dflash.train.optim import OptimConfig, build_optimizer, clipped_mean
 from dflash.train.padding import Multiples, padded
@@ -219,18 +220,16 @@ def full_batch(cache, tmp_path) -> PackedBatch:
     return batch
 
 
-def test_every_tensor_of_a_batch_is_moved_pinned_and_recorded(cache, tmp_path, monkeypatch):
-    """However it is held: one that is forgotten would be read on the wrong device, or given out too early."""
+def test_every_tensor_of_a_batch_is_moved_and_pinned(cache, tmp_path, monkeypatch):
+    """However it is held: one that is forgotten would be on the wrong device, or waited for."""
     batch = full_batch(cache, tmp_path)
     assert all(value is not None for value in vars(batch).values())
     held = [tensor for tensor in tensors_in(batch) if tensor is not batch.layout.memo["used"]]
     assert len(held) > len(vars(batch))
-    pinned, recorded = list[Tensor](), list[Tensor]()
+    pinned = list[Tensor]()
     monkeypatch.setattr(Tensor, "pin_memory", recording(pinned))
-    monkeypatch.setattr(Tensor, "record_stream", recording(recorded))
     again = batch.pin()
-    batch.record_stream(None)
-    for noted in (pinned, recorded, tensors_in(again)):
+    for noted in (pinned, tensors_in(again)):
         assert {id(tensor) for tensor in noted} == {id(tensor) for tensor in held}
     moved = replace(batch, coded=None).to(META)
     assert {tensor.device for tensor in tensors_in(moved)} == {META}
@@ -238,61 +237,120 @@ def test_every_tensor_of_a_batch_is_moved_pinned_and_recorded(cache, tmp_path, m
     assert not moved.layout.memo
 
 
-class Streams:
-    """Streams of an accelerator that say what was asked of them, in order."""
+CUDA = torch.device("cuda", 0)
 
-    def __init__(self, monkeypatch) -> None:
-        self.log: list[str] = []
-        self.made = 0
-        self.now = "main"
-        for name in ("Stream", "stream", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
 
-    def _Stream(self, _device) -> str:  # noqa: N802 - the name that is replaced
-        self.made += 1
-        return f"side {self.made}"
+class Stream:
+    """Work of a GPU that is done in order; knows which work of other streams is done before its next."""
+
+    def __init__(self, _device: object = None) -> None:
+        self.done: dict[Stream, int] = {}
+
+    def work(self) -> int:
+        """Ask for more; its number."""
+        self.done[self] = self.done.get(self, 0) + 1
+        return self.done[self]
+
+    def wait_stream(self, other: Stream) -> None:
+        for stream, number in other.done.items():
+            self.done[stream] = max(number, self.done.get(stream, 0))
+
+    def waits_for(self, stream: Stream, number: int) -> bool:
+        """Whether that work is done before the next of this stream."""
+        return self.done.get(stream, 0) >= number
+
+
+class Memory:
+    """Room for one batch on the GPU: who wrote to it last, and who has read from it."""
+
+    def __init__(self) -> None:
+        self.written: tuple[Stream, int] | None = None
+        self.read: list[tuple[Stream, int]] = []
+
+
+class Gpu:
+    """Streams, and memory that is given out again as soon as the host no longer holds what is in it."""
+
+    def __init__(self) -> None:
+        self.main = self.now = Stream()
+        self.streams: list[Stream] = []
+        self.all: list[Memory] = []
+        self.free: list[Memory] = []
+
+    def stand_in(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(torch.cuda, "Stream", self.new_stream)
+        patch.setattr(torch.cuda, "stream", self.on)
+        patch.setattr(torch.cuda, "current_stream", lambda _device: self.now)
+
+    def new_stream(self, _device: object) -> Stream:
+        self.streams.append(Stream())
+        return self.streams[-1]
 
     @contextmanager
-    def _stream(self, stream: str):
+    def on(self, stream: Stream):
         before, self.now = self.now, stream
         yield
         self.now = before
 
-    def _current_stream(self, _device):
-        return self
-
-    def wait_stream(self, stream: str) -> None:
-        self.log.append(f"{self.now} waits for {stream}")
-
-
-class Told:
-    """In the place of a batch: says when it is copied, and handed over to the stream that uses it."""
-
-    def __init__(self, number: int, streams: Streams) -> None:
-        self.number, self.streams = number, streams
-
-    def to(self, _device) -> Told:
-        self.streams.log.append(f"{self.streams.now} copies {self.number}")
-        return self
-
-    def record_stream(self, stream: Streams) -> None:
-        self.streams.log.append(f"{stream.now} keeps {self.number}")
+    def allocate(self) -> Memory:
+        if not self.free:
+            self.free.append(Memory())
+            self.all += self.free
+        return self.free.pop()
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_batches_are_copied_one_ahead_on_one_stream_for_all_steps(monkeypatch, count):
-    loading._copying.cache_clear()
-    streams = Streams(monkeypatch)
-    for _step in range(3):
-        for batch in on_device([Told(number, streams) for number in range(count)], torch.device("cuda", 0)):
-            streams.log.append(f"main uses {batch.number}")
-        for number in range(count):
-            copied, used = (streams.log.index(f"{what} {number}") for what in ("side 1 copies", "main uses"))
-            between = streams.log[copied:used]
-            assert "main waits for side 1" in between
-            assert f"main keeps {number}" in between
-            if number + 1 < count:  # the next one is on its way before this one is computed
-                assert streams.log.index(f"side 1 copies {number + 1}") < used
-        streams.log.clear()
-    assert streams.made == 1
-    loading._copying.cache_clear()
+class Here:
+    """A batch on the GPU."""
+
+    def __init__(self, source: There) -> None:
+        gpu = source.gpu
+        self.source, self.memory = source, gpu.allocate()
+        assert all(gpu.now.waits_for(*reading) for reading in self.memory.read), "it is still being read"
+        self.memory.written, self.memory.read = (gpu.now, gpu.now.work()), []
+        source.copies += 1
+
+    def use(self) -> None:
+        gpu = self.source.gpu
+        assert self.memory.written is not None
+        assert gpu.now.waits_for(*self.memory.written), "it is not there yet"
+        self.memory.read.append((gpu.now, gpu.now.work()))
+
+    def __del__(self) -> None:
+        self.source.gpu.free.append(self.memory)
+
+
+class There:
+    """A batch in host memory."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.copies = gpu, 0
+
+    def to(self, _device: object) -> Here:
+        return Here(self)
+
+
+def run_steps(gpu: Gpu, steps: list[list[There]], ready: list[bool]) -> None:
+    """As a run does it; `ready` says for each step whether the next one is, when its last batch is used."""
+    feed = DeviceFeed(CUDA)
+    for number, batches in enumerate(steps):
+        behind = steps[number + 1][0] if ready[number] and number + 1 < len(steps) else None
+        loaded = LoadedStep(batches, None, None, following=lambda behind=behind: behind)
+        coming = [*batches[1:], behind]
+        for batch, following in zip(feed.batches(loaded), coming, strict=True):
+            assert batch.source.copies == 1
+            assert following is None or following.copies == 1  # beside what this one is used for
+            batch.use()
+        gpu.main.work()  # the update
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=6))
+def test_batches_are_copied_beside_the_computation_and_never_over_what_is_being_read(shape):
+    """Each once, on one stream, one ahead of its use, also over the end of a step; in room for three."""
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = Gpu()
+        gpu.stand_in(patch)
+        steps = [[There(gpu) for _ in range(count)] for count, _ in shape]
+        run_steps(gpu, steps, [ready for _, ready in shape])
+    assert all(batch.copies == 1 for batches in steps for batch in batches)
+    assert len(gpu.streams) == 1
+    assert len(gpu.all) <= 3

@@ -13,7 +13,7 @@ from dflash.cache.codec_error import CODECS, LOSSY_CODECS
 from dflash.cache.reader import CacheReader
 from dflash.cache.transcode import transcode
 from dflash.train.batches import AnchorConfig, BlockShape, documents, pack
-from dflash.train.loader import BlockPlan, StepLoader, on_device
+from dflash.train.loader import BlockPlan, DeviceFeed, StepLoader
 from dflash.train.sampler import Corpus, Sampler, SamplerConfig
 from dflash.train.trainer import train
 from dflash.world import World
@@ -74,10 +74,11 @@ def test_the_loader_hands_on_coded_batches(caches, codec):
         config = SamplerConfig(tokens_per_batch=64, batches_per_step=4, min_ready=1, max_ready=8)
         sampler = Sampler(Corpus(index.lengths, index.buckets, edges, index.digest()), config, epochs=1)
         with StepLoader(reader, sampler, BlockPlan(ANCHORS, SHAPE), World(), CPU) as loader:
-            batches = [batch for step in loader for batch in step.batches]
+            steps = list(loader)
+    batches = [batch for step in steps for batch in step.batches]
     assert batches
     assert all((batch.coded is not None) == bool(batch.samples) for batch in batches)
-    for batch in on_device(batches, CPU):
+    for batch in [batch for step in steps for batch in DeviceFeed(CPU).batches(step)]:
         assert batch.features.shape == (len(batch.context_positions), 64 if batch.samples else 0)
         assert bool(torch.isfinite(batch.features).all())
 

@@ -15,7 +15,7 @@ from tiny_runs import LENGTHS
 from dflash.cache.reader import CacheReader
 from dflash.errors import CacheCorrupt
 from dflash.train.batches import AnchorConfig, BlockShape, documents, pack
-from dflash.train.loader import TWO_STEPS, BlockPlan, StepLoader, on_device
+from dflash.train.loader import TWO_STEPS, BlockPlan, DeviceFeed, StepLoader
 from dflash.train.padding import ON_CPU, padded
 from dflash.train.ready import ReadyLimits
 from dflash.train.sampler import Corpus, Sampler, SamplerConfig, batches_for
@@ -157,5 +157,15 @@ def test_a_damaged_sample_fails_in_the_trainers_thread(tmp_path):
 
 
 def test_batches_stay_in_order_on_the_cpu(reader):
-    batches = load(reader)[0].batches
-    assert [id(batch) for batch in on_device(batches, CPU)] == [id(batch) for batch in batches]
+    step = load(reader)[0]
+    assert [id(batch) for batch in DeviceFeed(CPU).batches(step)] == [id(batch) for batch in step.batches]
+
+
+def test_a_step_tells_the_first_batch_of_the_next_one_if_that_is_ready(reader):
+    limits = ReadyLimits(gate=2, steps=2, limit_bytes=1 << 30, patience=60)
+    with StepLoader(reader, make_sampler(reader), PLAN, ALONE, CPU, limits) as loader:
+        steps = iter(loader)
+        following = next(steps).following()
+        rest = list(steps)
+    assert following is rest[0].batches[0]
+    assert rest[-1].following() is None

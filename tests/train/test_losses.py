@@ -209,7 +209,7 @@ def gradient_of_a_step(rank: int, size: int, cache: Path, out: Path) -> dict[str
         run = Run.open(config, World(rank, size))
         with StepLoader(run.reader, run.sampler, run.blocks, World(rank, size), run.device) as loader:
             loaded = next(iter(loader))
-        totals, _ = run._backward(loaded.batches)
+        totals, _ = run._backward(loaded)
         grads: list[Tensor] = []
         run.optimizer.step = lambda run=run, grads=grads: grads.extend(
             p.grad.clone().flatten() for p in run.drafter.parameters()

@@ -293,7 +293,7 @@ def gradient_of_a_step(rank: int, size: int, cache, out) -> dict[str, Tensor]:
     with StepLoader(run.reader, run.sampler, run.blocks, world, run.device) as loader:
         loaded = next(iter(loader))
     assert len(loaded.batches) == 6 // size
-    totals, _ = run._backward(loaded.batches)
+    totals, _ = run._backward(loaded)
     seen: dict[str, Tensor] = {"totals": totals}
     run.optimizer.step = lambda: seen.update(
         {name: p.grad.clone() for name, p in run.drafter.named_parameters()}
