@@ -1,6 +1,7 @@
 """A training step where there is an accelerator: nothing on two devices, and the host waits for none of it.
 
-flex_attention refuses the device that stands for it here, so the oracle of attention takes its place.
+flex_attention refuses the device that stands for it here. Its block mask is built all the same; the oracle of
+attention takes its place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tiny_runs import LENGTHS, tiny_config
 from torch import Tensor
 from torch.utils import _foreach_utils
 
-from dflash.attention import dense_attention
+from dflash.attention import BlockLayout, KeyValue, _flex_mask, dense_attention
 from dflash.cache.codec_error import LOSSY_CODECS
 from dflash.cache.reader import CacheReader
 from dflash.cache.transcode import transcode
@@ -46,10 +47,17 @@ LOSSES = {
 }
 
 
+def attend(query: Tensor, context: KeyValue, block: KeyValue, layout: BlockLayout) -> Tensor:
+    """What is done on a GPU, but for flex_attention itself."""
+    mask = _flex_mask(layout, len(context.key), (query.shape[1], block.key.shape[1]))
+    assert mask.kv_indices.device == query.device
+    return dense_attention(query, context, block, layout)
+
+
 @pytest.fixture(autouse=True)
 def _accelerated(monkeypatch) -> None:
     for module in ("dflash.drafter", "dflash.train.parallel"):
-        monkeypatch.setattr(f"{module}.attention_for", lambda _device: dense_attention)
+        monkeypatch.setattr(f"{module}.attention_for", lambda _device: attend)
     # kernels over many tensors, and an update in one piece, are kept from devices that are not listed
     for name in ("_get_fused_kernels_supported_devices", "_get_foreach_kernels_supported_devices"):
         devices = [*getattr(_foreach_utils, name)(), "meta"]
