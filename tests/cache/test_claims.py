@@ -200,12 +200,20 @@ class Turns:
             setattr(mirror.store, name, lambda *args, work=work: self.take(who, lambda: work(*args)))
 
 
+@pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.long, id="long")])
 @pytest.mark.parametrize("claims", ["hold", "expire", "are not looked at"])
-@settings(deadline=None, max_examples=25)
-@given(order=st.lists(st.integers(0, 1), max_size=120), swapped=st.booleans())
 def test_no_sample_is_committed_twice_in_whatever_order_two_runs_ask_the_store(
-    tmp_path_factory, claims, order, swapped
+    tmp_path_factory, claims, examples
 ):
+    @settings(deadline=None, max_examples=examples)
+    @given(order=st.lists(st.integers(0, 1), max_size=120), swapped=st.booleans())
+    def check(order: list[int], swapped: bool) -> None:
+        two_runs_in_this_order(tmp_path_factory, claims, order, swapped)
+
+    check()
+
+
+def two_runs_in_this_order(tmp_path_factory, claims: str, order: list[int], swapped: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         url, root = f"memory://{uuid.uuid4().hex}/cache", tmp_path_factory.mktemp("machines")
         mirrors = []

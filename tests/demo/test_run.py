@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,40 +39,45 @@ def _chats(path: Path, count: int) -> Path:
     return path
 
 
-@pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
-    chats = {"train.jsonl": _chats(tmp_path / "t.jsonl", 9), "heldout.jsonl": _chats(tmp_path / "h.jsonl", 2)}
-    full = demo.train_config
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a demo of two steps is done."""
+    folder, full = tmp_path_factory.mktemp("demo"), demo.train_config
+    chats = {"train.jsonl": _chats(folder / "t.jsonl", 9), "heldout.jsonl": _chats(folder / "h.jsonl", 2)}
 
     def short(cache: Path, run: Path) -> Any:
         return replace(full(cache, run), max_steps=2)
 
-    monkeypatch.setattr(demo, "find_demo_gguf", lambda: tmp_path / "model.gguf")
-    monkeypatch.setattr(
-        demo, "convert_gguf", lambda _source, out: out.exists() or write_target(out, layers=8)
-    )
-    monkeypatch.setattr(demo, "corpus_file", chats.__getitem__)
-    monkeypatch.setattr(demo, "train_config", short)
-    return tmp_path / "demo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_HOME", str(folder / "home"))
+        patch.setattr(demo, "find_demo_gguf", lambda: folder / "model.gguf")
+        patch.setattr(demo, "convert_gguf", lambda _source, out: out.exists() or write_target(out, layers=8))
+        patch.setattr(demo, "corpus_file", chats.__getitem__)
+        patch.setattr(demo, "train_config", short)
+        yield folder / "demo"
 
 
-def test_the_demo_leaves_its_result_and_the_table_it_prints(tiny: Path) -> None:
+@pytest.fixture(scope="module")
+def first(tiny: Path) -> dict[str, str]:
+    """What the demo returned, and what it left in its files, when it was done for the first time."""
     table = demo.run_demo(tiny)
-    result = json.loads((tiny / "result.json").read_text())
+    return {"table": table} | {name: (tiny / name).read_text() for name in ("result.json", "table.txt")}
+
+
+def test_the_demo_leaves_its_result_and_the_table_it_prints(tiny: Path, first: dict[str, str]) -> None:
+    table, result = first["table"], json.loads(first["result.json"])
     assert result.keys() >= KEYS
     assert result["outputs_equal"] == result["outputs_total"] == 2
-    assert (tiny / "table.txt").read_text() == f"{table}\n"
+    assert first["table.txt"] == f"{table}\n"
     assert "walk tau" in table
     assert "share/quota" in table
     assert {"target", "cache", "run"} <= {path.name for path in tiny.iterdir()}
 
 
-def test_the_demo_again_starts_from_what_is_there(tiny: Path) -> None:
-    demo.run_demo(tiny)
-    first = json.loads((tiny / "result.json").read_text())
+def test_the_demo_again_starts_from_what_is_there(tiny: Path, first: dict[str, str]) -> None:
+    before = json.loads(first["result.json"])
     demo.run_demo(tiny)
     again = json.loads((tiny / "result.json").read_text())
-    assert again["train_steps"] == first["train_steps"]
+    assert again["train_steps"] == before["train_steps"]
     for key in ("walk_tau", "extract_tokens_per_s", "train_seconds", "loss"):
-        assert again[key] == first[key]
+        assert again[key] == before[key]

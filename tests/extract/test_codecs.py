@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -33,11 +34,15 @@ def target(tmp_path_factory):
 @pytest.fixture
 def config(tmp_path, target, monkeypatch):
     monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    return config_of(tmp_path, target)
+
+
+def config_of(folder, target):
     rows = [{"messages": dialogue(f"question {n}", "word " * (1 + 5 * n % 17))} for n in range(17)]
     return ExtractConfig(
         target=str(target),
-        data=(write_jsonl(tmp_path / "data.jsonl", *rows),),
-        out=tmp_path / "cache",
+        data=(write_jsonl(folder / "data.jsonl", *rows),),
+        out=folder / "cache",
         taps=(0, 2, 4),
         max_length=128,
         bucket_edges=(64, 128),
@@ -50,13 +55,20 @@ def in_codec(config, codec):
     return replace(config, codec=codec, out=config.out.parent / codec)
 
 
-def test_every_codec_holds_the_states_of_raw_as_closely_as_it_promises(config):
-    extract(config, World())
-    exact = samples_of(config.out)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, target):
+    """A cache of each codec, to look at only."""
+    config = config_of(tmp_path_factory.mktemp("finished"), target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_HOME", str(config.out.parent / "home"))
+        return {codec: extract(in_codec(config, codec), World()).cache for codec in CODECS}
+
+
+def test_every_codec_holds_the_states_of_raw_as_closely_as_it_promises(finished):
+    exact = samples_of(finished["raw"])
     for codec, bound in (("lossless", 0.0), ("int8", 0.012), ("fp8", 0.03)):
-        report = extract(in_codec(config, codec), World())
-        found = samples_of(report.cache)
-        assert load_manifest(report.cache).complete
+        found = samples_of(finished[codec])
+        assert load_manifest(finished[codec]).complete
         assert found.keys() == exact.keys()
         assert codec != "lossless" or same(found, exact)
         for key, sample in exact.items():
@@ -65,23 +77,20 @@ def test_every_codec_holds_the_states_of_raw_as_closely_as_it_promises(config):
 
 
 @pytest.mark.parametrize("codec", LOSSY_CODECS)
-def test_the_probe_says_what_the_codec_costs_and_info_shows_it(config, codec):
-    coded = in_codec(config, codec)
-    extract(coded, World())
-    error = load_manifest(coded.out).codec_error
+def test_the_probe_says_what_the_codec_costs_and_info_shows_it(finished, codec):
+    error = load_manifest(finished[codec]).codec_error
     assert len(error.relative_error) == len(error.escaped) == len(error.kl) == 3
     assert 0.001 < min(error.relative_error) <= max(error.relative_error) < 0.03
     assert 0 < max(error.kl) < 0.02
-    info = cache_info(coded.out)
+    info = cache_info(finished[codec])
     assert info["codec_error"]["kl"] == error.kl
     assert "KL by tap" in format_info(info)
     assert json.loads(json.dumps(info))["identity"]["codec"] == codec
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_nothing_is_probed_without_need_and_scales_are_int8s_alone(config, codec):
-    extract(in_codec(config, codec), World())
-    manifest = load_manifest(config.out.parent / codec)
+def test_nothing_is_probed_without_need_and_scales_are_int8s_alone(finished, codec):
+    manifest = load_manifest(finished[codec])
     assert (manifest.codec_error is None) == (codec not in LOSSY_CODECS)
     assert (manifest.channel_scales is None) == (codec != "int8")
 
@@ -96,12 +105,11 @@ def test_a_codec_that_changes_the_target_too_much_is_refused_before_anything_is_
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_all_ranks_and_a_resumed_run_use_the_scales_that_were_frozen_first(config, monkeypatch, ranks):
-    coded = in_codec(config, "int8")
-    extract(coded, World())
-    whole = samples_of(coded.out)
-    first = load_manifest(coded.out)
-    begun = replace(coded, out=coded.out.parent / f"begun{ranks}")
+def test_all_ranks_and_a_resumed_run_use_the_scales_that_were_frozen_first(
+    config, finished, monkeypatch, ranks
+):
+    whole, first = samples_of(finished["int8"]), load_manifest(finished["int8"])
+    begun = in_codec(config, "int8")
     monkeypatch.setattr("dflash.extract.pipeline._work", _dies)
     with pytest.raises(RuntimeError, match="stopped at once"):
         extract(begun, World())
@@ -120,16 +128,15 @@ def _dies(*_arguments):
     raise RuntimeError("stopped at once")
 
 
-def test_a_cache_of_another_codec_is_not_resumed(config):
-    extract(config, World())
+def test_a_cache_of_another_codec_is_not_resumed(config, finished):
     for codec in CODECS[1:]:
         with pytest.raises(CacheMismatch, match="codec"):
-            extract(replace(config, codec=codec), World())
+            extract(replace(config, out=finished["raw"], codec=codec), World())
 
 
-def test_data_is_appended_in_the_codec_and_with_the_scales_that_are_there(config, tmp_path):
+def test_data_is_appended_in_the_codec_and_with_the_scales_that_are_there(config, finished, tmp_path):
     coded = in_codec(config, "int8")
-    extract(coded, World())
+    shutil.copytree(finished["int8"], coded.out)
     before = load_manifest(coded.out)
     more = write_jsonl(tmp_path / "more.jsonl", {"messages": dialogue("another", "answer " * 9)})
     extract(replace(coded, data=(more,), append=True), World())

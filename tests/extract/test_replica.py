@@ -42,18 +42,24 @@ def target(tmp_path_factory):
 @pytest.fixture
 def config(tmp_path, target, monkeypatch):
     monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    return config_of(tmp_path, target)
+
+
+def config_of(folder, target):
     rows = [{"messages": dialogue(f"question {n}", "word " * (1 + 5 * n % 23))} for n in range(SAMPLES)]
-    data = write_jsonl(tmp_path / "data.jsonl", *rows)
+    data = write_jsonl(folder / "data.jsonl", *rows)
     return ExtractConfig(
-        str(target), (data,), tmp_path / "cache", TAPS, 160, (64, 160), 2, 200, "float32", 12_000, tp=2
+        str(target), (data,), folder / "cache", TAPS, 160, (64, 160), 2, 200, "float32", 12_000, tp=2
     )
 
 
-@pytest.fixture
-def whole(config):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, target):
     """What one rank alone extracts."""
-    alone = replace(config, out=config.out.with_name("whole"), tp=1)
-    extract(alone, World())
+    alone = replace(config_of(tmp_path_factory.mktemp("whole"), target), tp=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_HOME", str(alone.out.parent / "home"))
+        extract(alone, World())
     return samples_of(alone.out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -33,27 +34,50 @@ def losses(run) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / METRICS_NAME).read_text().splitlines()]
 
 
+STEPS = 5
+
+
 def run_of(rank: int, size: int, cache, out, changes) -> dict[str, torch.Tensor]:
-    result = train(tiny_config(cache, out, sampler=SIX, **changes), World(rank, size))
+    config = tiny_config(cache, out, sampler=SIX, **{"max_steps": STEPS} | changes)
+    result = train(config, World(rank, size))
     return {"steps": torch.tensor(result.steps)}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_loss_curve_is_the_same_on_any_ranks_and_either_way(cache, tmp_path, optimizer):
-    changes = {"precision": "float32", "optim": OptimConfig(optimizer, lr=1e-3)}
-    run_of(0, 1, cache, tmp_path / "alone", changes)
-    expected = losses(tmp_path / "alone")
-    weights = trained(tmp_path / "alone" / "checkpoints" / "step-000008")
-    for size, mode in ((2, "ddp"), (3, "ddp"), (2, "fsdp"), (3, "fsdp")):
-        out = tmp_path / f"{mode}-{size}"
-        run_ranks(tmp_path / f"ranks-{mode}-{size}", size, run_of, cache, out, changes | {"parallel": mode})
-        assert losses(out) == pytest.approx(expected, rel=2e-4), (size, mode)
-        ours = trained(out / "checkpoints" / "step-000008")
-        assert ours.keys() == weights.keys()
-        assert {name: tensor.shape for name, tensor in ours.items()} == {
-            name: tensor.shape for name, tensor in weights.items()
-        }
-        assert load_drafter(out / "checkpoints" / "step-000008").config.block_size == 4
+@pytest.fixture(scope="module")
+def alone(cache, tmp_path_factory):
+    """The folder of a run in float32 on one rank, by optimizer."""
+    folder = tmp_path_factory.mktemp("alone")
+    for optimizer in ("adamw", "muon"):
+        changes = {"precision": "float32", "optim": OptimConfig(optimizer, lr=1e-3)}
+        run_of(0, 1, cache, folder / optimizer, changes)
+    return {optimizer: folder / optimizer for optimizer in ("adamw", "muon")}
+
+
+def grid(quick: list[tuple], *axes: tuple) -> pytest.MarkDecorator:
+    """Parametrizes `case` with all combinations; all but the quick ones are long."""
+    cases = itertools.product(*axes)
+    marks = [pytest.param(case, marks=() if case in quick else pytest.mark.long) for case in cases]
+    return pytest.mark.parametrize("case", marks, ids=lambda case: "-".join(map(str, case)))
+
+
+@grid(
+    [("adamw", 2, "ddp"), ("adamw", 3, "fsdp"), ("muon", 3, "ddp"), ("muon", 2, "fsdp")],
+    ("adamw", "muon"),
+    (2, 3),
+    ("ddp", "fsdp"),
+)
+def test_the_loss_curve_is_the_same_on_any_ranks_and_either_way(cache, alone, tmp_path, case):
+    optimizer, size, mode = case
+    out, last = tmp_path / "out", f"checkpoints/step-{STEPS:06d}"
+    changes = {"precision": "float32", "optim": OptimConfig(optimizer, lr=1e-3), "parallel": mode}
+    run_ranks(tmp_path / "ranks", size, run_of, cache, out, changes)
+    assert losses(out) == pytest.approx(losses(alone[optimizer]), rel=2e-4)
+    ours, weights = trained(out / last), trained(alone[optimizer] / last)
+    assert ours.keys() == weights.keys()
+    assert {name: tensor.shape for name, tensor in ours.items()} == {
+        name: tensor.shape for name, tensor in weights.items()
+    }
+    assert load_drafter(out / last).config.block_size == 4
 
 
 def test_with_bfloat16_compute_a_split_run_has_the_same_curve(cache, tmp_path):
@@ -63,29 +87,34 @@ def test_with_bfloat16_compute_a_split_run_has_the_same_curve(cache, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_layers_that_are_computed_again_train_the_same_on_ranks(cache, tmp_path, mode):
-    run_of(0, 1, cache, tmp_path / "alone", {"precision": "float32"})
+def test_layers_that_are_computed_again_train_the_same_on_ranks(cache, alone, tmp_path, mode):
     changes = {"precision": "float32", "parallel": mode, "activation_checkpointing": True}
     run_ranks(tmp_path / "ranks", 2, run_of, cache, tmp_path / "out", changes)
-    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "alone"), rel=2e-4)
+    assert losses(tmp_path / "out") == pytest.approx(losses(alone["adamw"]), rel=2e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_checkpoint_loads_under_any_number_of_ranks_and_either_way(cache, tmp_path, optimizer):
+@grid(
+    [
+        ("adamw", (1, "ddp"), (3, "fsdp")),
+        ("adamw", (2, "fsdp"), (2, "ddp")),
+        ("muon", (1, "ddp"), (2, "ddp")),
+        ("muon", (2, "fsdp"), (3, "fsdp")),
+    ],
+    ("adamw", "muon"),
+    ((1, "ddp"), (2, "fsdp")),
+    ((3, "fsdp"), (2, "ddp")),
+)
+def test_a_checkpoint_loads_under_any_number_of_ranks_and_either_way(cache, tmp_path, case):
     """What is loaded is what was saved, bit for bit, whoever saved it."""
-    changes = {"optim": OptimConfig(optimizer, lr=1e-3), "max_steps": 2}
-    for size, mode in ((1, "ddp"), (2, "fsdp")):
-        out = tmp_path / f"{mode}-{size}"
-        if size == 1:
-            run_of(0, 1, cache, out, changes)
-        else:
-            run_ranks(tmp_path / f"saving-{size}", size, run_of, cache, out, changes | {"parallel": mode})
-        saved = trained(out / "checkpoints" / "step-000002")
-        for ranks, how in ((3, "fsdp"), (2, "ddp")):
-            for loaded in run_ranks(
-                tmp_path / f"loading-{size}-{ranks}", ranks, loaded_as, cache, out, how, optimizer
-            ):
-                assert same(loaded, saved)
+    (optimizer, (size, mode), (ranks, how)), out = case, tmp_path / "out"
+    changes = {"optim": OptimConfig(optimizer, lr=1e-3), "max_steps": 2, "parallel": mode}
+    if size == 1:
+        run_of(0, 1, cache, out, changes)
+    else:
+        run_ranks(tmp_path / "saving", size, run_of, cache, out, changes)
+    saved = trained(out / "checkpoints" / "step-000002")
+    for loaded in run_ranks(tmp_path / "loading", ranks, loaded_as, cache, out, how, optimizer):
+        assert same(loaded, saved)
 
 
 def loaded_as(rank: int, size: int, cache, out, mode, optimizer) -> dict[str, torch.Tensor]:

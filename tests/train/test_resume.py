@@ -93,8 +93,15 @@ def going_on(rank: int, size: int, config: TrainConfig) -> dict[str, torch.Tenso
     return {"none": torch.zeros(1)}
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        # each policy and each mode; the long tests take all pairs
+        pytest.param(policy, mode, marks=() if (number % 2 == 0) == (mode == "ddp") else pytest.mark.long)
+        for number, policy in enumerate(POLICIES)
+        for mode in ("ddp", "fsdp")
+    ],
+)
 def test_with_another_number_of_ranks_the_draws_are_the_same_and_the_loss_within_rounding(
     cache, tmp_path, policy, mode
 ):
