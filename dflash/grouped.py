@@ -55,10 +55,10 @@ class Tile(NamedTuple):
     """What its blocks do not see of the columns that are not their own: bool `[n, last ones]`."""
 
     def seen(self, rows: Tensor, room: Tensor) -> Tensor:
-        """Context rows `[T, g, d]` of this tile, `[g, W, d]`, and zeros behind them, in `room`."""
-        shape = (rows.shape[1], self.width, rows.shape[2])
+        """Context rows `[g, T, d]` of this tile, `[g, W, d]`, and zeros behind them, in `room`."""
+        shape = (len(rows), self.width, rows.shape[2])
         tile, count = room[: math.prod(shape)].view(shape), self.end - self.start
-        tile[:, :count] = rows[self.start : self.end].transpose(0, 1)
+        tile[:, :count] = rows[:, self.start : self.end]
         tile[:, count:] = 0.0
         return tile
 
@@ -109,13 +109,19 @@ class Tiles:
         places[pairs[counts]] = counts.nonzero()[:, 0]
         return cls(pairs, places, (~counts).nonzero()[:, 0], tuple(tiles))
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """Rows of each block and head `[A, g, x, d]` in the order of the tiles, `[A' * g, x, d]`."""
-        return rows.reshape(-1, *rows.shape[2:]).index_select(0, self.order)
+    def gather(self, rows: Tensor, heads: int) -> Tensor:
+        """Rows of blocks and heads `[A, x, g * k, d]` in the order of the tiles, `[A' * g, x * k, d]`."""
+        slots, (block, head) = rows.shape[1], (self.order // heads, self.order % heads)
+        slot = torch.arange(slots, device=rows.device)
+        places = (block[:, None] * slots + slot) * heads + head[:, None]  # [A' * g, x]
+        picked = rows.reshape(len(rows) * slots * heads, -1).index_select(0, places.flatten())
+        return picked.view(len(self.order), -1, rows.shape[3])
 
-    def scatter(self, rows: Tensor, heads: int) -> Tensor:
-        """The way back."""
-        return torch.unflatten(rows.index_select(0, self.places), 0, (-1, heads))
+    def scatter(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """The way back, to `[A, x, g * k, d]`."""
+        slot = torch.arange(shape[1], device=rows.device)[:, None]
+        places = self.places.view(shape[0], 1, -1) * shape[1] + slot  # [A, x, g]
+        return rows.view(len(self.order) * shape[1], -1).index_select(0, places.flatten()).view(shape)
 
 
 class _Grouped(torch.autograd.Function):
@@ -136,7 +142,7 @@ class _Grouped(torch.autograd.Function):
             out += torch.bmm(own, work.block.value)
         ctx.save_for_backward(query, *given, *(kept or []))
         ctx.layout, ctx.kept = layout, kept is not None
-        return _slots(work.tiles.scatter(out, work.heads), query.shape)
+        return work.tiles.scatter(out, query.shape)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
@@ -145,7 +151,7 @@ class _Grouped(torch.autograd.Function):
         given, kept = saved[:4], saved[4:]
         work = _Work.begin(query, KeyValue(*given[:2]), KeyValue(*given[2:]), ctx.layout)
         heads, tiles = work.heads, work.tiles
-        above = tiles.gather(_pairs(upstream[0].to(query.dtype), heads))
+        above = tiles.gather(upstream[0].to(query.dtype), heads)
         above[tiles.fillers] = 0.0
         d_own = torch.bmm(above, work.block.value.mT)
         own = torch.empty_like(d_own) if ctx.kept else work.own_scores()  # become weights below
@@ -158,7 +164,7 @@ class _Grouped(torch.autograd.Function):
             slope = torch.bmm(tile.of(above, heads), values.mT, out=work.like(weights))
             work.own_of(slope).copy_(tile.of(d_own, heads))
             work.add(d_context[1], tile, torch.bmm(weights.mT, tile.of(above, heads), out=values))
-            slope = torch._softmax_backward_data(slope, weights, -1, slope.dtype)  # noqa: SLF001
+            torch._softmax_backward_data(slope, weights, -1, slope.dtype, grad_input=slope)  # noqa: SLF001
             torch.bmm(slope, keys, out=tile.of(d_query, heads))
             work.add(d_context[0], tile, torch.bmm(slope.mT, tile.of(work.query, heads), out=keys))
             tile.of(own, heads).copy_(work.own_of(weights))
@@ -166,21 +172,11 @@ class _Grouped(torch.autograd.Function):
         d_query.add_(torch.bmm(d_own, work.block.key)).mul_(work.scale)
         d_block = torch.bmm(d_own.mT, work.query), torch.bmm(own.mT, above)
         return (
-            _slots(tiles.scatter(d_query, heads), query.shape),
-            *(part.to(query.dtype) for part in d_context),
-            *(tiles.scatter(part, heads).transpose(1, 2) for part in d_block),
+            tiles.scatter(d_query, query.shape),
+            *(part.to(query.dtype).transpose(0, 1) for part in d_context),
+            *(tiles.scatter(part, given[2].shape) for part in d_block),
             None,
         )
-
-
-def _pairs(x: Tensor, heads: int) -> Tensor:
-    # [A, Q, h, d] -> [A, g, Q * h/g, d]
-    return torch.unflatten(x, 2, (heads, -1)).transpose(1, 2).flatten(2, 3)
-
-
-def _slots(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    # [A, g, Q * h/g, d] -> [A, Q, h, d]
-    return torch.unflatten(x, 2, (shape[1], -1)).transpose(1, 2).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -191,7 +187,7 @@ class _Work:
     query: Tensor
     """`[A' * g, R, d]`, scaled."""
     context: KeyValue
-    """`[T, g, d]`."""
+    """`[g, T, d]`, so that what a tile reads lies together."""
     block: KeyValue
     """`[A' * g, B, d]`."""
     rooms: tuple[Tensor, ...]
@@ -209,13 +205,14 @@ class _Work:
         seen = heads * width * max(tile.width for tile in tiles.tiles)
         scores = heads * per * max((tile.last - tile.first) * tile.width for tile in tiles.tiles)
         rooms = tuple(query.new_empty(count) for count in (seen, seen, scores, scores))
-        own = KeyValue(*(tiles.gather(part.transpose(1, 2)) for part in block))
-        return cls(tiles, tiles.gather(_pairs(query, heads)).mul_(scale), context, own, rooms, scale)
+        seen_by_all = KeyValue(*(part.transpose(0, 1).contiguous() for part in context))
+        own = KeyValue(*(tiles.gather(part, heads) for part in block))
+        return cls(tiles, tiles.gather(query, heads).mul_(scale), seen_by_all, own, rooms, scale)
 
     @property
     def heads(self) -> int:
         """Key/value heads, g."""
-        return self.context.key.shape[1]
+        return len(self.context.key)
 
     @property
     def bytes(self) -> int:
@@ -259,8 +256,8 @@ class _Work:
             yield tile, scores
 
     def add(self, total: Tensor, tile: Tile, gradient: Tensor) -> None:
-        """Add a tile's `[g, W, d]` to the context's float32 `[T, g, d]`."""
-        total[tile.start : tile.end] += gradient[:, : tile.end - tile.start].transpose(0, 1)
+        """Add a tile's `[g, W, d]` to the context's float32 `[g, T, d]`."""
+        total[:, tile.start : tile.end] += gradient[:, : tile.end - tile.start]
 
 
 def _runs(starts: list[int], most: int) -> Iterator[tuple[int, int]]:
