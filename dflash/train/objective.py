@@ -40,6 +40,12 @@ LOGIT_BYTES = 1 << 26
 """What these logits take at most: with a large vocabulary they are fewer."""
 SOFTMAX_ROWS = 64
 """Positions whose float32 probabilities exist at once on a CPU: they stay in its cache."""
+EXPONENTIAL_ROWS = 32
+"""Positions whose bfloat16 logits become exponentials at once on a CPU."""
+LARGEST_LOGIT = 60.0
+"""Up to this the exponentials of logits, their sums and their products need no shift in float32's range."""
+SUMMED = 256
+"""Exponentials that are summed at once: the sum of a piece is rounded to bfloat16, the sum of all is not."""
 
 LOSSES = ("ce", "dpace", "kd")
 
@@ -148,15 +154,15 @@ class HeadCrossEntropy(torch.autograd.Function):
         rows, labels = F.pad(hidden.to(lm_head.dtype), (0, 0, 0, more)), F.pad(labels, (0, more))
         loss = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
-        gradient = torch.empty_like(rows)
+        scale, gradient = torch.empty_like(loss), torch.empty_like(rows)
         step = max(min(LOGIT_ROWS, LOGIT_BYTES // (lm_head.shape[0] * lm_head.element_size())), 1)
         buffer = rows.new_empty(min(step, len(labels)), lm_head.shape[0])
         for start in range(0, len(labels), step):
             part = slice(start, start + step)
             logits = torch.mm(rows[part], lm_head.T, out=buffer[: len(rows[part])])
-            loss[part], correct[part] = _to_slopes(logits, labels[part], softcap, shift)
+            loss[part], correct[part], scale[part] = _to_slopes(logits, labels[part], softcap, shift)
             torch.mm(logits, lm_head, out=gradient[part])
-        ctx.save_for_backward(gradient[:count])
+        ctx.save_for_backward(gradient[:count], scale[:count])
         ctx.hidden_dtype = hidden.dtype
         loss, correct = loss[:count], correct[:count]
         ctx.mark_non_differentiable(correct)
@@ -164,25 +170,64 @@ class HeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Scale the saved rows by the gradient of each position's loss."""
-        (gradient,) = ctx.saved_tensors
-        return (gradient.float() * upstream[0][:, None]).to(ctx.hidden_dtype), None, None, None, None
+        """Scale the saved rows, also by the gradient of each position's loss."""
+        gradient, scale = ctx.saved_tensors
+        scaled = gradient.float() * (upstream[0] * scale)[:, None]
+        return scaled.to(ctx.hidden_dtype), None, None, None, None
 
 
 def _to_slopes(
     raw: Tensor, labels: Tensor, softcap: float | None, shift: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Loss and correctness of logits `[p, V]`, which become the slopes of the loss with respect to them."""
-    rows = SOFTMAX_ROWS if raw.device.type == "cpu" else max(len(raw), 1)
-    room = raw.new_empty(min(rows, len(raw)), raw.shape[1], dtype=torch.float32)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, correctness and scale of logits `[p, V]`, which become the slopes of the loss divided by it."""
+    on_cpu = raw.device.type == "cpu"
+    plain = on_cpu and raw.dtype == torch.bfloat16 and softcap is None and shift is None
+    rows = EXPONENTIAL_ROWS if plain else SOFTMAX_ROWS if on_cpu else max(len(raw), 1)
     results = []
     for part, wanted in zip(torch.split(raw, rows), torch.split(labels, rows), strict=True):
-        capped = part if softcap is None else torch.tanh(part / softcap) * softcap
-        scores = room[: len(part)].copy_(capped)
-        results.append(_softmax_loss(scores if shift is None else scores.add_(shift), wanted))
-        part.copy_(scores if softcap is None else scores.mul_(1 - (capped.float() / softcap).square()))
-    losses, hits = zip(*results, strict=True)
-    return torch.cat(losses), torch.cat(hits)
+        found = _exponential_loss(part, wanted) if plain else None
+        results.append(found or _shifted_loss(part, wanted, softcap, shift))
+    losses, hits, scales = zip(*results, strict=True)
+    return torch.cat(losses), torch.cat(hits), torch.cat(scales)
+
+
+def _exponential_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The same for bfloat16 logits in a third of the passes, or nothing where one may need a shift.
+
+    Over their sum exponentials are slopes, but for the label's: it has minus the sum of the others.
+    """
+    places = torch.arange(len(labels)), labels
+    wanted = logits[places]
+    logits[places] = -math.inf
+    others = _highest(logits)
+    if not bool((torch.maximum(wanted, others).abs() <= LARGEST_LOGIT).all()):
+        logits[places] = wanted
+        return None
+    correct, tied = wanted > others, (wanted == others).nonzero()[:, 0]
+    correct[tied] = labels[tied] < logits[tied].argmax(dim=-1)  # of equals the first
+    whole = logits.exp_().shape[1] // SUMMED * SUMMED
+    pieces = torch.unflatten(logits[:, :whole], 1, (-1 if whole else 0, SUMMED)).sum(dim=-1)
+    rest = torch.cat([pieces, logits[:, whole:]], dim=1).sum(dim=-1, dtype=torch.float32)
+    logits[places] = -rest.to(logits.dtype)
+    own = wanted.float()
+    return F.softplus(rest.log() - own), correct, (rest + own.exp()).reciprocal()
+
+
+def _highest(rows: Tensor) -> Tensor:
+    """The highest of each row of bfloat16 values, `[p]`: from zero on their bits order like integers."""
+    bits = rows.view(torch.int16).amax(dim=-1)
+    return bits.view(rows.dtype) if bool((bits >= 0).all()) else rows.amax(dim=-1)
+
+
+def _shifted_loss(
+    raw: Tensor, labels: Tensor, softcap: float | None, shift: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_to_slopes`, by float32 probabilities of all positions at once; the scale is 1."""
+    capped = raw if softcap is None else torch.tanh(raw / softcap) * softcap
+    scores = raw.new_empty(raw.shape, dtype=torch.float32).copy_(capped)
+    loss, correct = _softmax_loss(scores if shift is None else scores.add_(shift), labels)
+    raw.copy_(scores if softcap is None else scores.mul_(1 - (capped.float() / softcap).square()))
+    return loss, correct, torch.ones_like(loss)
 
 
 def _softmax_loss(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

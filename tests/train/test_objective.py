@@ -17,7 +17,14 @@ from dflash.drafter import Drafter, init_weights
 from dflash.errors import ConfigError
 from dflash.head import HeadFacts, TargetHead
 from dflash.train.batches import AnchorConfig, BlockShape, Document, PackedBatch, documents, pack
-from dflash.train.objective import LOGIT_ROWS, DraftingLoss, HeadCrossEntropy, LossSums, ObjectiveConfig
+from dflash.train.objective import (
+    EXPONENTIAL_ROWS,
+    LOGIT_ROWS,
+    DraftingLoss,
+    HeadCrossEntropy,
+    LossSums,
+    ObjectiveConfig,
+)
 
 SHAPE = BlockShape(4, MASK)
 
@@ -70,6 +77,49 @@ def test_cross_entropy_through_the_head_is_that_of_torch_in_value_and_gradient(r
     (loss * upstream).sum().backward()
     (expected * upstream).sum().backward()
     torch.testing.assert_close(ours.grad, oracle.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 10.0, 1000.0])  # the last ones are beyond what needs no shift
+@pytest.mark.parametrize("sign", [1, -1, None])
+@pytest.mark.parametrize("vocab", [7, 256, 300])
+@pytest.mark.parametrize("rows", [1, EXPONENTIAL_ROWS + 1, LOGIT_ROWS + 7])
+def test_cross_entropy_of_bfloat16_logits_is_that_of_torch_up_to_their_rounding(rows, vocab, sign, size):
+    generator = torch.Generator().manual_seed(rows + vocab)
+    hidden = torch.randn(rows, 16, generator=generator).bfloat16() * size
+    lm_head = torch.randn(vocab, 16, generator=generator).bfloat16()
+    if sign is not None:  # logits of one sign, and ever more certain ones
+        hidden, lm_head = hidden.abs() * sign, lm_head.abs()
+    labels = torch.randint(vocab, (rows,), generator=generator)
+    logits = hidden @ lm_head.T
+    labels[::2] = logits[::2].argmax(-1)  # every other one is right
+    ours = hidden.float().requires_grad_()
+    loss, correct = HeadCrossEntropy.apply(ours, lm_head, labels, None)
+    loss.sum().backward()
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, labels, reduction="none")
+    (slopes,) = torch.autograd.grad(expected.sum(), exact)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=4e-3, rtol=4e-3)
+    certain = expected < 0.01  # a small loss is as exact as a large one
+    torch.testing.assert_close(loss[certain].double(), expected[certain], atol=1e-6, rtol=1e-2)
+    assert torch.equal(correct, logits.argmax(-1) == labels)
+    difference = (ours.grad.double() - slopes @ lm_head.double()).norm(dim=1)
+    # each slope is rounded to bfloat16
+    assert (difference <= 2**-7 * (slopes.abs() @ lm_head.double().abs()).norm(dim=1) + 1e-6).all()
+
+
+@pytest.mark.parametrize("label", [0, 1, 2, 4])
+def test_of_bfloat16_logits_that_are_the_same_the_first_counts_as_well(label):
+    lm_head = torch.tensor([[1.0], [0.0], [1.0], [-1.0], [1.0]]).bfloat16()
+    for sign in (1, -1):
+        hidden = torch.tensor([[2.0 * sign]])
+        _, correct = HeadCrossEntropy.apply(hidden, lm_head, torch.tensor([label]), None)
+        assert correct.item() is (label == int((sign * lm_head[:, 0]).argmax()))
+
+
+def test_bfloat16_logits_that_are_no_numbers_are_a_loss_that_is_none():
+    hidden = torch.tensor([[1.0], [float("nan")], [float("inf")]])
+    loss, _ = HeadCrossEntropy.apply(hidden, torch.ones(9, 1).bfloat16(), torch.tensor([1, 2, 3]), None)
+    assert loss.isnan().tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("label", [0, 2, 4])
