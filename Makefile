@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_READY := .venv/.demo-ready
 
-.PHONY: help demo test lint unit test-long clients browser serving-test docs clean
+.PHONY: help demo test lint unit test-long cuda-test clients browser serving-test docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,9 @@ unit: $(INSTALLED) ## the tests
 
 test-long: $(INSTALLED) ## the long tests: kills at random, launchers, many examples
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal -m long --timeout 900
+
+cuda-test: $(INSTALLED) ## what runs on GPUs only; on a machine with one or more, with torch built for CUDA
+	DFLASH_CUDA_TESTS=1 $(BIN)/pytest -m cuda
 
 clients: $(INSTALLED)
 	tests/serving/setup_clients.sh $(PYTHON)

@@ -10,15 +10,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# Numbers are compared bit for bit, and GPUs are not for that: only `make cuda-test` lets the tests see them.
+if "DFLASH_CUDA_TESTS" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from object_store import Proxy, environment, google_environment, make_bucket, proxy, s3_server
 
 from dflash import store
+
+if TYPE_CHECKING:
+    import torch
 
 _connect = socket.socket.connect
 
@@ -52,6 +59,35 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests write many small files; flushing each to the disk would take much of their time."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+# A GPU compiles first; what torch warns of there nobody has seen yet.
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.cuda, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")],
+)
+
+
+def _device(name: str, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU is visible: run `make cuda-test` on a machine with one and torch built for CUDA")
+    if name == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return torch.device(name)
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The CPU, and with `make cuda-test` a GPU; what runs uses it by itself too."""
+    return _device(request.param, monkeypatch)
+
+
+@pytest.fixture(params=[CUDA])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU, for what there is on none else."""
+    return _device(request.param, monkeypatch)
 
 
 @pytest.fixture(scope="session")
