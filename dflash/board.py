@@ -25,6 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # it re-exports th
 )
 
 from dflash.errors import DflashError, RankFailed
+from dflash.stopping import stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -178,11 +179,13 @@ class Board:
         try:
             yield
         except BaseException as error:
-            # who holds the store may be stopped
-            within(_FAREWELL_S, partial(self.tell, error), None)
-            within(2 * _FAREWELL_S, self._leave, None)
-            if isinstance(error, RankFailed):
-                time.sleep(_ECHO_S)
+            with stop_signals() as stop:  # a launcher that ends all must not cut off what this rank will say
+                # who holds the store may be stopped
+                within(_FAREWELL_S, partial(self.tell, error), None)
+                within(2 * _FAREWELL_S, self._leave, None)
+                deadline = time.monotonic() + _ECHO_S * isinstance(error, RankFailed)
+                while stop.name is None and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)
             raise
         with suppress(RankFailed):  # all is done: the first rank may be gone already
             self._leave()

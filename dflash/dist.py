@@ -156,6 +156,9 @@ def fresh_store(store: Store, world: World) -> Store:
     torchrun keeps its store when it starts the ranks again, with the addresses of processes that are gone and
     the counters of the board. So the first rank chooses a name for each start, and tells it to whoever asks
     with a word that nobody used before; it goes on until all ranks of its own start have come.
+
+    Raises:
+        RankFailed: one has not come in time, though it was there a moment ago.
     """
     word = secrets.token_hex(8)
     if not world.is_main:
@@ -163,9 +166,11 @@ def fresh_store(store: Store, world: World) -> Store:
         start = PrefixStore(store.get(f"dflash/start-for/{word}").decode(), store)
         start.set(f"dflash/came/{world.rank}", "")
         return start
-    start = PrefixStore(word, store)
+    start, deadline = PrefixStore(word, store), time.monotonic() + TIMEOUT.total_seconds()
     for rank in range(1, world.size):
         while not start.check([f"dflash/came/{rank}"]):
+            if time.monotonic() > deadline:
+                raise RankFailed(f"nothing was heard from rank {rank} since it met the others")
             if store.check([f"dflash/asks/{rank}"]):  # perhaps one of an earlier start
                 store.set(f"dflash/start-for/{store.get(f'dflash/asks/{rank}').decode()}", word)
             time.sleep(_POLL_S)

@@ -8,13 +8,14 @@ at. The first rank passes the news on. A rank that learns it ends, by itself if 
 from the thread that watches.
 
 A main thread that is stuck while its process lives is not told from one that is slow: compiling or writing
-may take long. Collectives give up after `dflash.dist.TIMEOUT`; whom they waited for is said at half of it.
+may take long. So it is only warned about, by name and with what it is at, once others wait for it or once it
+takes far longer than ever before. Collectives give up after `dflash.dist.TIMEOUT`; where ranks meet without
+one, `Lifeline.check` does.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import select
@@ -27,10 +28,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from dflash.board import within
 from dflash.dist import TIMEOUT
 from dflash.errors import EXIT_RANK_FAILED, RankFailed
 from dflash.progress import warn
+from dflash.store import seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,11 +44,14 @@ if TYPE_CHECKING:
 GRACE_S = 3.0
 """How long a rank may take to end by itself once another one is gone."""
 SILENCE_S = 25.0
-"""How long nothing may be heard from a rank; it speaks ten times as often."""
+"""How long a rank may say nothing, unless `DFLASH_SILENCE_S` is set; it speaks ten times as often."""
+_LATE, _STUCK = 2.4, 24.0
+"""How many times as long a rank may be at something behind which others wait, before that is said; and before
+it counts as stuck: a minute, and ten."""
+_UNUSUAL, _USUAL = 10.0, 3
+"""How many times as long as any before it a part takes when that is said; how many must be over by then."""
 _SAVING_S = 20.0
 """How much longer it may take where it is writing what must be whole."""
-_LATE_S = TIMEOUT.total_seconds() / 2
-"""How long one rank may be at something behind which another one waits, before that is said."""
 _POLL_S = 0.2
 _NEWS_S = 1.5
 """How long a rank whose collective failed waits for the news why."""
@@ -60,20 +67,34 @@ class Member:
     """Host and launcher: processes of one can be sent signals by their `pid`."""
     doing: str = "the start"
     """What its main thread is at."""
-    moves: int = 0
-    """How often that has changed; all ranks go through the same."""
+    stage: int = 0
+    """Number of the stage that this belongs to; all ranks go through the same ones."""
     moved: float = field(default_factory=time.monotonic)
-    """When it last changed, as this process learnt it."""
-    heard: float = math.inf
-    """When it last said anything; infinite before it first did, since the first rank awaits the slowest."""
+    """When `doing` last changed, as this process learnt it."""
+    parts: int = 0
+    """How many parts of the present stage are over."""
+    longest: float = 0.0
+    """Seconds that the longest of them took."""
+    heard: float = field(default_factory=lambda: time.monotonic() + TIMEOUT.total_seconds())
+    """When it last said anything; in the future until it first does, since the first rank awaits all."""
     rest: bytes = b""
     """Of a message whose end has not come yet."""
 
-    def at(self, doing: str, moves: int) -> None:
+    def at(self, doing: str, stage: int) -> None:
         """It is alive, and has come to this."""
-        self.heard = time.monotonic()
-        if moves != self.moves:
-            self.doing, self.moves, self.moved = doing, moves, self.heard
+        self.heard = now = time.monotonic()
+        if (doing, stage) == (self.doing, self.stage):
+            return
+        if stage == self.stage:
+            self.parts, self.longest = self.parts + 1, max(self.longest, now - self.moved)
+        else:
+            self.parts, self.longest = 0, 0.0
+        self.doing, self.stage, self.moved = doing, stage, now
+
+    def still(self) -> str:
+        """What it has been at, and for how long."""
+        seconds = time.monotonic() - self.moved
+        return f"rank {self.rank} is alive but has been at {self.doing} for {seconds:.0f} s"
 
     def wake(self, here: Member) -> None:
         """Let it go on if it is stopped, and on the machine of `here`."""
@@ -88,59 +109,103 @@ class Lifeline:
     Args:
         board: That of the run.
         silence_s: How long nothing may be heard from a rank.
+        advice: What to do when one is gone, such as `run the same command again`.
     """
 
-    def __init__(self, board: Board, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, board: Board, silence_s: float = SILENCE_S, advice: str = "") -> None:
         self.board, self._left, self._known = board, threading.Event(), threading.Event()
-        self.me, self._silence_s = Member(board.world.rank), silence_s
+        self.me, self.silence_s = Member(board.world.rank), silence_s
+        self.peers: dict[socket.socket, Member] = {}
+        """The ranks behind this one's connections: all others on the first rank, that one on any other."""
+        self._looked, self._advice = time.monotonic(), advice and f"; {advice}"
         self._failed: str | None = None
         self.lost: str | None = None
         """Why the run cannot go on, once it is known."""
         self.writing = threading.Lock()
         """Held while something is written that the end should not cut off."""
 
-    def at(self, doing: str) -> None:
-        """Say what the main thread begins, such as `step 41`; the others name it if this rank stops."""
-        self.me.at(doing, self.me.moves + 1)
+    def at(self, doing: str, *, part: bool = False) -> None:
+        """Say what the main thread begins, such as `step 41`; the others name it if this rank stops.
 
-    def watch(self, peers: dict[socket.socket, Member]) -> None:
-        """Wait for the end or the silence of any connection; the values are the ranks behind them."""
+        Args:
+            doing: As it reads behind `it was at`.
+            part: It belongs to the stage before; ranks may go through different numbers of parts.
+        """
+        self.me.at(doing, self.me.stage + (not part))
+
+    def watch(self) -> None:
+        """Wait for the end or the silence of any connection."""
         threading.Thread(target=self._watch_board, name="board", daemon=True).start()
-        waiting, beat, said, warned = dict(peers), 0.0, -1, False
+        waiting, beat, said, warned = dict(self.peers), 0.0, "", False
+        if self.board.world.is_main:  # all are here, and speak at once
+            for member in waiting.values():
+                member.heard = time.monotonic()
         while not self._left.is_set():
             failed = self._failed  # before the links, which say more of a rank that took the store with it
-            if (now := time.monotonic()) >= beat or said != self.me.moves:
-                beat, said = now + self._silence_s / 10, self.me.moves
-                self.say(peers, "at", self.me.doing)
+            if (now := time.monotonic()) >= beat or said != self.me.doing:
+                beat, said = now + self.silence_s / 10, self.me.doing
+                self.say("at", said)
             news = self._heard(waiting) or self._silent(waiting) or failed
             if news is not None:
-                self._end(news, peers)
+                self._end(news)
                 return
-            # the first rank hears of all
-            if self.board.world.is_main and not warned and (late := self.late(peers)) is not None:
-                warned = True
-                warn(late)
+            if self.board.world.is_main:  # which hears of all
+                late = self.late(_LATE * self.silence_s) or self._unusual()
+                if late is not None and not warned:
+                    warn(late)
+                warned = late is not None
 
-    def late(self, peers: dict[socket.socket, Member]) -> str | None:
-        """Which of the ranks known here has not followed where another one has long been."""
-        members = sorted([self.me, *peers.values()], key=lambda member: member.moves)
-        behind, ahead, now = members[0], members[-1], time.monotonic()
-        if now - ahead.moved < _LATE_S or behind.moves == ahead.moves:
+    def late(self, limit_s: float) -> str | None:
+        """Which rank has been at something for so long, while another one known here is long past it."""
+        members, now = [self.me, *self.peers.values()], time.monotonic()
+        ahead = max(members, key=lambda member: (member.stage, -member.moved))
+        behind = [one for one in members if one.stage < ahead.stage and now - one.moved >= limit_s]
+        if not behind or now - ahead.moved < limit_s:
             return None
-        return (
-            f"rank {behind.rank} is alive but has been at {behind.doing} for {now - behind.moved:.0f} s, "
-            f"while rank {ahead.rank} waits at {ahead.doing}"
-        )
+        last = min(behind, key=lambda member: (member.stage, member.moved))
+        return f"{last.still()}, while rank {ahead.rank} waits at {ahead.doing}"
+
+    def check(self) -> None:
+        """Go on waiting only while no other rank is stuck. For places where all meet at last.
+
+        A part that takes long because all parts of its stage do is waited for.
+
+        Raises:
+            RankFailed: one has long been at something that this one is past; all ranks are told.
+        """
+        longest = max((member.longest for member in self.peers.values()), default=0.0)
+        if (late := self.late(max(_STUCK * self.silence_s, 3 * longest))) is not None:
+            late += self._advice
+            self.board.fail(late)
+            raise RankFailed(late)
+
+    def _unusual(self) -> str | None:
+        """Which ranks take far longer for a part of a stage than ever before."""
+        now = time.monotonic()
+        found = [
+            f"{one.still()}; so far such took {one.longest:.1f} s at most"
+            for one in (self.me, *self.peers.values())
+            if one.parts >= _USUAL and now - one.moved > max(_LATE * self.silence_s, _UNUSUAL * one.longest)
+        ]
+        return "; ".join(found) or None
 
     def verdict(self) -> str | None:
         """Why another rank's failure ends this one; None if no news of one comes."""
         self._known.wait(2 * _NEWS_S)
         return self.lost
 
-    def say(self, peers: dict[socket.socket, Member], kind: str, text: str) -> None:
-        """Send all of them a line: `at` with what this rank is at, `bye`, or `end` with why the run ends."""
-        message = json.dumps([kind, text, self.me.moves]).encode() + b"\n"
-        for link in peers:
+    def explained(self, error: BaseException) -> str | None:
+        """The failure of another rank that this error only follows from; None if it is this rank's own."""
+        if not _may_be_an_echo(error):
+            return None
+        if (late := self.late(_STUCK / 2 * self.silence_s)) is not None:
+            self.board.fail(late)
+        return late or self.verdict()
+
+    def say(self, kind: str, text: str) -> None:
+        """Send the peers a line: `at` with what this rank is at, `bye`, or `end` with why the run ends."""
+        message = json.dumps([kind, text, self.me.stage]).encode() + b"\n"
+        for link in self.peers:
             with suppress(OSError):
                 link.sendall(message)
 
@@ -166,22 +231,25 @@ class Lifeline:
         for link in ready:
             member = waiting[link]
             if not (data := _received(link)):
-                return f"rank {member.rank} is gone"
+                return f"rank {member.rank} is gone; it was at {member.doing}{self._advice}"
             *messages, member.rest = (member.rest + data).split(b"\n")
-            for kind, text, moves in map(json.loads, messages):
+            for kind, text, stage in map(json.loads, messages):
                 if kind == "end":
                     return str(text)
                 if kind == "bye":
                     waiting.pop(link, None)
-                member.at(text, moves)
+                member.at(text, stage)
         return None
 
     def _silent(self, waiting: dict[socket.socket, Member]) -> str | None:
+        deaf, self._looked = time.monotonic() - self._looked, time.monotonic()
         for member in waiting.values():
-            if time.monotonic() - member.heard > self._silence_s:
+            if deaf > self.silence_s / 2:  # this process was stopped, and so may have been those around it
+                member.heard = self._looked
+            if self._looked - member.heard > self.silence_s:
                 return (
                     f"rank {member.rank} is stopped or its machine is frozen: nothing was heard from it for "
-                    f"{self._silence_s:g} s; it was at {member.doing}"
+                    f"{self.silence_s:g} s; it was at {member.doing}{self._advice}"
                 )
         return None
 
@@ -197,13 +265,13 @@ class Lifeline:
             return str(error) if " has failed" in str(error) else news
         return news
 
-    def _end(self, news: str, peers: dict[socket.socket, Member]) -> None:
+    def _end(self, news: str) -> None:
         self.lost = news = within(_NEWS_S, lambda: self._post(news), news)
         self._known.set()
-        self.say(peers, "end", news)
+        self.say("end", news)
         if not self._left.wait(GRACE_S):
             self.writing.acquire(timeout=_SAVING_S)
-        for member in peers.values():
+        for member in self.peers.values():
             member.wake(self.me)  # one that is stopped would keep its launcher waiting
         if not self._left.is_set():
             sys.stderr.write(f"Error: {news}; this rank ends too\n")
@@ -213,44 +281,48 @@ class Lifeline:
 
 
 @contextmanager
-def lifeline(board: Board, silence_s: float = SILENCE_S) -> Iterator[Lifeline]:
+def lifeline(board: Board, silence_s: float | None = None, advice: str = "") -> Iterator[Lifeline]:
     """Watch the other ranks for the length of the block.
 
     Args:
         board: That of the run.
-        silence_s: How long nothing may be heard from a rank.
+        silence_s: How long nothing may be heard from a rank; that of the first rank holds on all.
+        advice: What to do when one is gone, such as `run the same command again`.
 
     An error of torch's collectives within the block is reported as the failure of the other rank behind it.
 
     Raises:
         RankFailed: another rank has failed, or is gone.
+        ConfigError: `DFLASH_SILENCE_S` is no number of seconds.
     """
-    line, world = Lifeline(board, silence_s), board.world
-    if world.size == 1:
+    line = Lifeline(board, silence_s or seconds_of("DFLASH_SILENCE_S", SILENCE_S), advice)
+    if board.world.size == 1:
         yield line
         return
-    peers = _accepted(line) if world.is_main else _connected(line)
-    thread = threading.Thread(target=line.watch, args=(peers,), name="lifeline", daemon=True)
+    line.peers = _accepted(line) if board.world.is_main else _connected(line)
+    thread = threading.Thread(target=line.watch, name="lifeline", daemon=True)
     thread.start()
     try:
         yield line
-    except RuntimeError as error:
-        if (late := line.late(peers)) is not None:
-            board.fail(late)
-        if (news := late or line.verdict()) is not None:
-            raise RankFailed(f"{news}; this rank ends too") from error
-        board.tell(error)
-        raise
     except BaseException as error:
+        if (news := line.explained(error)) is not None:
+            raise RankFailed(f"{news}; this rank ends too") from error
         board.tell(error)  # before the connections end, which say less
         raise
     else:
-        line.say(peers, "bye", line.me.doing)
+        line.say("bye", line.me.doing)
     finally:
         line.leave()
         thread.join()
-        for link in peers:
+        for link in line.peers:
             link.close()
+
+
+def _may_be_an_echo(error: BaseException | None) -> bool:
+    """Whether an error of torch's collectives or its store is behind this one."""
+    while error is not None and not isinstance(error, RuntimeError):
+        error = error.__cause__
+    return error is not None and not isinstance(error, torch.OutOfMemoryError)
 
 
 def _received(link: socket.socket) -> bytes:
@@ -266,9 +338,15 @@ def _accepted(line: Lifeline) -> dict[socket.socket, Member]:
     board, token = line.board, secrets.token_hex(16)
     with socket.create_server(("", 0), backlog=board.world.size) as server:
         server.settimeout(_POLL_S)
-        board.shared("lifeline", lambda: [server.getsockname()[1], token, line.me.pid, line.me.machine])
+        port, me, deadline = server.getsockname()[1], line.me, time.monotonic() + TIMEOUT.total_seconds()
+        board.shared("lifeline", lambda: [port, token, me.pid, me.machine, line.silence_s])
         while len(peers) < board.world.size - 1:
             board.check()
+            if time.monotonic() > deadline:
+                came = {member.rank for member in peers.values()}
+                away = ", ".join(str(rank) for rank in range(1, board.world.size) if rank not in came)
+                board.fail(away := f"nothing was heard from rank {away} since it joined the run")
+                raise RankFailed(away)
             with suppress(TimeoutError):
                 link, _ = server.accept()
                 member = _introduced(link, token)
@@ -290,7 +368,7 @@ def _introduced(link: socket.socket, token: str) -> Member | None:
 
 def _connected(line: Lifeline) -> dict[socket.socket, Member]:
     """The connection to the first rank, on any other."""
-    port, token, pid, machine = line.board.shared("lifeline", lambda: None)
+    port, token, pid, machine, line.silence_s = line.board.shared("lifeline", lambda: None)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         link = socket.create_connection((host, port), timeout=10)

@@ -86,8 +86,8 @@ class Store:
 
     def __init__(self, url: str, retry_s: float | None = None) -> None:
         self.url = url.rstrip("/")
-        self.retry_s = _seconds("DFLASH_STORE_RETRY_S", RETRY_S) if retry_s is None else retry_s
-        timeout_s = _seconds("DFLASH_STORE_TIMEOUT_S", TIMEOUT_S)
+        self.retry_s = seconds_of("DFLASH_STORE_RETRY_S", RETRY_S) if retry_s is None else retry_s
+        timeout_s = seconds_of("DFLASH_STORE_TIMEOUT_S", TIMEOUT_S)
         try:
             import obstore
         except ImportError as error:
@@ -244,14 +244,14 @@ class Store:
             pause = min(2 * pause, 10)
 
 
-def _seconds(variable: str, default: float) -> float:
+def seconds_of(variable: str, default: float) -> float:
     """The value of an environment variable in seconds."""
     text = os.environ.get(variable, "")
     try:
         value = float(text) if text else default
     except ValueError:
         value = 0.0
-    if value <= 0:
+    if not value > 0:  # nor is NaN
         raise ConfigError(f"{variable}={text!r} is not a number of seconds above 0")
     return value
 

@@ -63,8 +63,9 @@ def train(config: TrainConfig, world: World) -> TrainResult:
             run.feeding(),
         ):
             first, stopped = time.perf_counter(), None
-            line.at(f"step {run.done + 1}")
+            line.at(f"reading for step {run.done + 1}")
             for loaded in run.remaining(loader):
+                line.at(f"step {run.done + 1}")
                 run.step(loaded)
                 bar.advance(run.log.last_tokens, run.log.summary(loader.waited))
                 if (stopped := _name(run.agree(wish()))) is not None:
@@ -75,7 +76,7 @@ def train(config: TrainConfig, world: World) -> TrainResult:
                 if run.done % config.save_every == 0:
                     line.at(f"the checkpoint of step {run.done}")
                     run.save()
-                line.at(f"step {run.done + 1}")
+                line.at(f"reading for step {run.done + 1}")
             seconds, stopped = time.perf_counter() - first, stopped or run.ended_by
             if stopped is None:
                 line.at("the last walk")

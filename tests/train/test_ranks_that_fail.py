@@ -200,7 +200,8 @@ def behind(rank: int, size: int, late: int) -> dict[str, torch.Tensor]:
 
     torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_LATE_S", 1.0)
+        patch.setattr(module, "_LATE", 1.0 / SILENCE_S)
+        patch.setattr(module, "_STUCK", 2.0 / SILENCE_S)
         with pytest.raises(RankFailed, match=rf"rank {late} is alive but has been at step 4 for"):
             watched(Board(World(rank, size), "behind"), work)
     return {"none": torch.zeros(1)}
@@ -234,7 +235,7 @@ def test_a_rank_that_a_collective_with_the_living_keeps_is_ended_and_says_why(tm
     started = time.monotonic()
     run_ranks(tmp_path / "ranks", 3, kept, ends={1: KILLED, 2: EXIT_RANK_FAILED})
     assert time.monotonic() - started < 15
-    assert "Error: rank 1 is gone; this rank ends too" in capfd.readouterr().err
+    assert "Error: rank 1 is gone; it was at the start; this rank ends too" in capfd.readouterr().err
 
 
 def test_alone_there_is_nobody_to_watch():
