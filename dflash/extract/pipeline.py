@@ -38,6 +38,7 @@ from dflash.extract.settings import ExtractConfig
 from dflash.extract.sink import Sink
 from dflash.extract.space import check_space
 from dflash.extract.token_store import TokenizedCorpus
+from dflash.lifeline import Lifeline, lifeline
 from dflash.progress import Progress
 from dflash.stopping import StopFlag, stop_signals
 from dflash.target import DTYPES, TruncatedTarget, load_tokenizer
@@ -49,6 +50,7 @@ __all__ = ["ExtractConfig", "ExtractReport", "extract"]
 _NO_LIMIT = 1 << 62
 _PATIENCE_S = 10.0
 """How long ranks that were asked to stop may take for their last batch."""
+_AGAIN = "run the same command again to go on"
 MAX_BAD_SAMPLES = 1 << 16
 """The manifest lists them."""
 
@@ -65,32 +67,41 @@ def extract(config: ExtractConfig, world: World) -> ExtractReport:
         CorpusError: the data cannot be used.
         CacheError: the cache folder holds something else or cannot be written.
         ConfigError: a setting does not fit the target or the number of ranks, or the disk is too small.
-        RankFailed: another rank failed; its own error says why.
+        RankFailed: another rank failed, and its own error says why; or it is gone, stopped or stuck.
     """
     replica = Replica(world, config.tp)
     mirror = mirror_of(config.out)
     with (
         replica.joined("extract") as board,
         board.telling_failure(),
+        lifeline(board, advice=_AGAIN) as line,
         may_write(mirror, board, append=config.append),
     ):
-        corpus, manifest = _prepared(config, mirror, board)
-        units = _units(config, corpus, manifest, mirror, board)
+        corpus, manifest = _prepared(config, mirror, line)
+        units = _units(config, corpus, manifest, mirror, line)
         with stop_signals() as stop:
-            run = _Run(config, corpus, manifest, mirror, board, stop, replica)
+            run = _Run(config, corpus, manifest, mirror, line, stop, replica)
             return _conclude(run, units, _work(run, units))
 
 
-def _prepared(config: ExtractConfig, mirror: Mirror | None, board: Board) -> tuple[TokenizedCorpus, Manifest]:
+def _prepared(
+    config: ExtractConfig, mirror: Mirror | None, line: Lifeline
+) -> tuple[TokenizedCorpus, Manifest]:
+    board = line.board
+    line.at(
+        "reading the corpus" if board.world.is_main else "waiting for the first rank to prepare the cache"
+    )
     tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     if board.world.is_main:
         corpus = load_corpus(config.corpus, tokenizer)
+        line.at("preparing the cache", part=True)
         manifest = prepare(config, tokenizer, corpus)
         if mirror is not None and not manifest.complete:
             mirror.push_parts()
         board.shared("prepared", lambda: claim_of(mirror))
         return corpus, manifest
     claim = board.shared("prepared", lambda: 0)  # the main rank has kept the tokens by now
+    line.at("reading the corpus", part=True)
     if mirror is not None:
         mirror.join(claim)
     corpus, manifest = load_corpus(config.corpus, tokenizer, show=False), load_manifest(config.out)
@@ -103,9 +114,11 @@ def _prepared(config: ExtractConfig, mirror: Mirror | None, board: Board) -> tup
 
 
 def _units(
-    config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, mirror: Mirror | None, board: Board
+    config: ExtractConfig, corpus: TokenizedCorpus, manifest: Manifest, mirror: Mirror | None, line: Lifeline
 ) -> list[Unit]:
     """What is not yet committed; the same on every rank."""
+    board = line.board
+    line.at("planning what is left to do")
     index = load_index(config.out, manifest)
     done = np.concatenate([index.ids, np.array([bad.id for bad in manifest.bad], np.uint64)])
     identity = manifest.identity
@@ -146,9 +159,14 @@ class _Run:
     corpus: TokenizedCorpus
     manifest: Manifest
     mirror: Mirror | None
-    board: Board
+    line: Lifeline
     stop: StopFlag
     replica: Replica
+
+    @property
+    def board(self) -> Board:
+        """That of all ranks."""
+        return self.line.board
 
     def asked_to_stop(self) -> bool:
         """Whether a signal has come to any rank; one that came to this rank is passed on.
@@ -165,18 +183,20 @@ class _Run:
         """Wait until every rank has done its part, passing a signal on meanwhile.
 
         Raises:
-            RankFailed: another rank failed, or does not answer a request to stop.
+            RankFailed: another rank failed, is stuck, or does not answer a request to stop.
         """
         patience = _Patience()
 
         def meanwhile() -> None:
             show()
+            self.line.check()
             if self.asked_to_stop() and patience.exhausted():
                 raise RankFailed(
                     f"stopped by {self.board.stop_asked()}, but another rank has not answered for "
-                    f"{_PATIENCE_S:.0f} s and may be dead; run the same command again to go on"
+                    f"{_PATIENCE_S:.0f} s and may be dead; {_AGAIN}"
                 )
 
+        self.line.at("the end, with nothing left to do")
         self.board.meet("worked", meanwhile)
 
     def check_bad(self, bad: Sequence[BadSample]) -> None:
@@ -220,6 +240,7 @@ class _Done:
 def _work(run: _Run, units: Sequence[Unit]) -> _Done:
     """Take units until none is left or a stop is asked for, then wait for the other ranks."""
     done, board = _Done(), run.board
+    run.line.at("loading the target")
     target = _loaded(run) if units else None
     started = time.perf_counter()
     label = "extract" if board.world.size == 1 else f"extract on {board.world.size} ranks"
@@ -228,6 +249,7 @@ def _work(run: _Run, units: Sequence[Unit]) -> _Done:
         def show(note: str = "") -> None:
             progress.advance(board.add("tokens", 0) - progress.done, note)
 
+        run.line.at("taking its first batch")
         if target is not None:
             _take_part(run, target, units, show, done)
         run.wait_for_others(show)
@@ -243,7 +265,7 @@ def _loaded(run: _Run) -> TruncatedTarget:
     }
     name, taps = run.config.target, run.manifest.identity.taps
     if run.replica.size > 1:
-        return ReplicaTarget(name, taps, replica=run.replica, board=run.board, **options)
+        return ReplicaTarget(name, taps, replica=run.replica, line=run.line, **options)
     return TruncatedTarget(name, taps, **options)
 
 
@@ -304,6 +326,7 @@ def _extract_units(
             lengths = run.corpus.lengths[rows]  # all of one bucket, as most likely those before them
             edge = edges[bucket_of(int(lengths[0]), edges)]
             done.lap(edge, int(lengths.sum()), time.perf_counter() - started)
+        run.line.at("writing its last batches", part=True)
         settle(before[0], commit=True)
     done.padded_tokens, done.halved, done.waited = capturer.padded_tokens, capturer.halved, sink.waited_s
 
@@ -315,12 +338,14 @@ def _batches_in_turn(run: _Run, units: Sequence[Unit]) -> Iterator[tuple[np.ndar
         for place, rows in enumerate(batches):
             if run.asked_to_stop():
                 return
+            run.line.at(f"batch {place + 1} of unit {number + 1}", part=True)
             yield rows, place == len(batches) - 1
 
 
 def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
     """Put together what all ranks did; the main rank completes the cache."""
     config, board = run.config, run.board
+    run.line.at("completing the cache" if board.world.is_main else "waiting for the cache to be completed")
     board.post("done", asdict(done))
     ranks = [
         _Done(**{**one, "bad": [BadSample(**bad) for bad in one["bad"]]})

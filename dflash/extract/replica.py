@@ -19,6 +19,7 @@ from torch import Tensor
 from dflash.board import Board
 from dflash.dist import process_group, replica_group
 from dflash.errors import ConfigError, TargetError
+from dflash.lifeline import Lifeline
 from dflash.target import TruncatedTarget
 from dflash.world import World
 
@@ -45,13 +46,17 @@ class Replica:
     @property
     def is_first(self) -> bool:
         """Whether this rank takes work and writes."""
-        return self.world.rank % self.size == 0
+        return self.world.rank == self.first
+
+    @property
+    def first(self) -> int:
+        """The rank that takes work and writes."""
+        return self.world.rank - self.world.rank % self.size
 
     @property
     def others(self) -> range:
         """All its ranks but the first."""
-        first = self.world.rank - self.world.rank % self.size
-        return range(first + 1, first + self.size)
+        return range(self.first + 1, self.first + self.size)
 
     @contextmanager
     def joined(self, topic: str) -> Iterator[Board]:
@@ -71,7 +76,7 @@ class ReplicaTarget(TruncatedTarget):
         name: Folder or hub name.
         taps: 0-based layers, ascending.
         replica: These ranks.
-        board: Of all ranks; batches are handed on through it.
+        line: To all ranks; batches are handed on through its board.
         options: As for one rank.
 
     Raises:
@@ -80,10 +85,10 @@ class ReplicaTarget(TruncatedTarget):
     """
 
     def __init__(
-        self, name: str, taps: tuple[int, ...], *, replica: Replica, board: Board, **options: Any
+        self, name: str, taps: tuple[int, ...], *, replica: Replica, line: Lifeline, **options: Any
     ) -> None:
         super().__init__(name, taps, tp=replica.size, **options)
-        self._replica, self._board = replica, board
+        self._replica, self._line, self._board = replica, line, line.board
         self._handed = 0
 
     def capture(self, sequences: Sequence[np.ndarray], out: Tensor) -> None:
@@ -112,6 +117,7 @@ class ReplicaTarget(TruncatedTarget):
             RankFailed: another rank failed, and has said why.
         """
         while batch := self._taken(meanwhile):
+            self._line.at(f"batch {self._handed} of its replica", part=True)
             sequences = [np.asarray(ids, dtype=np.int32) for ids in batch]
             shape = (sum(map(len, sequences)), len(self.taps), self.hidden_size)
             self._run(sequences, torch.empty(shape, dtype=self.model.dtype, device=self.device))
@@ -122,6 +128,7 @@ class ReplicaTarget(TruncatedTarget):
         self._handed += 1
 
     def _taken(self, meanwhile: Callable[[], object]) -> list[list[int]]:
+        self._line.at(f"waiting for what rank {self._replica.first} hands on", part=True)
         batch: list[list[int]] = self._board.taken(f"batch{self._handed}", meanwhile)
         self._handed += 1
         return batch
@@ -135,7 +142,7 @@ class ReplicaTarget(TruncatedTarget):
                 f"--tokens-per-batch, or a larger --tp than {self._replica.size}"
             ) from error
         except RuntimeError as error:
-            self._board.check()  # another rank may have said why already
+            # a rank that is gone is found behind it by the lifeline
             reason = str(error).strip().split("\n")[0]
             raise TargetError(
                 f"the ranks that hold the target with rank {self._replica.world.rank} (--tp "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -23,6 +24,7 @@ from dflash.errors import ConfigError, DflashError, RankFailed, TargetError
 from dflash.extract.pipeline import ExtractConfig, extract
 from dflash.extract.preview import preview
 from dflash.extract.replica import Replica, ReplicaTarget
+from dflash.lifeline import lifeline
 from dflash.target import TruncatedTarget, tapped
 from dflash.world import World
 
@@ -91,8 +93,8 @@ def check_streams(config, world):
     options = {"dtype": torch.float32, "device": CPU}
     expected = torch.empty(sum(LENGTHS), len(TAPS), HIDDEN)
     TruncatedTarget(config.target, TAPS, **options).capture(ids, expected)
-    with replica.joined("test") as board, board.telling_failure():
-        target = ReplicaTarget(config.target, TAPS, replica=replica, board=board, **options)
+    with replica.joined("test") as board, board.telling_failure(), lifeline(board) as line:
+        target = ReplicaTarget(config.target, TAPS, replica=replica, line=line, **options)
         split = [p for p in target.model.layers.parameters() if isinstance(p, DTensor)]
         assert config.target.endswith("gpt-oss") or any(2 * p.to_local().numel() == p.numel() for p in split)
         seen, out = [], torch.empty_like(expected)
@@ -161,7 +163,8 @@ def run_bereft(config, world):
     try:
         extract(config, world)
     except DflashError as error:
-        raise SystemExit(42 if "cannot go on" in str(error) and "\n" not in str(error) else 43) from error
+        expected = r"rank 1 is gone; it was at batch \d+ of its replica; [^\n]*$"
+        raise SystemExit(42 if re.match(expected, str(error)) else 43) from error
 
 
 def test_a_killed_rank_ends_its_replica(config, whole, monkeypatch):
