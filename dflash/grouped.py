@@ -51,8 +51,8 @@ class Tile(NamedTuple):
     """One past the last that any of them sees."""
     width: int
     """W."""
-    hidden: Tensor
-    """What its blocks do not see of the columns that are not their own: bool `[n, last ones]`."""
+    counts: tuple[int, ...]
+    """How many context rows each of its n blocks sees: the first ones."""
 
     def seen(self, rows: Tensor, room: Tensor) -> Tensor:
         """Context rows `[g, T, d]` of this tile, `[g, W, d]`, and zeros behind them, in `room`."""
@@ -98,9 +98,8 @@ class Tiles:
             blocks = [*range(first, last), *[last - 1] * more]
             start, end = starts[first], ends[last - 1]
             width = -(-(end - start + size) // TILE_WIDTH) * TILE_WIDTH
-            column = torch.arange(ends[first], start + width - size, device=device)
-            hidden = column >= layout.context_end[blocks, None]
-            tiles.append(Tile(at, at + len(blocks), start, end, width, hidden))
+            seen = tuple(ends[block] - start for block in blocks)
+            tiles.append(Tile(at, at + len(blocks), start, end, width, seen))
             order += [block * heads + head for head in range(heads) for block in blocks]
             real += ([True] * (last - first) + [False] * more) * heads
             at += len(blocks)
@@ -245,10 +244,8 @@ class _Work:
             # apart, since memory of this size is used again in the next step, but not a large piece
             scores = self.rooms[2][: math.prod(shape)].view(shape) if kept is None else own.new_empty(shape)
             torch.bmm(queries, keys.mT, out=scores)
-            unseen = scores[..., tile.width - tile.hidden.shape[1] - own.shape[2] : tile.width - own.shape[2]]
-            torch.unflatten(unseen, 1, (tile.last - tile.first, -1)).masked_fill_(
-                tile.hidden[None, :, None, :], -math.inf
-            )
+            for count, rows in zip(tile.counts, torch.split(scores, own.shape[1], dim=1), strict=True):
+                rows[..., count : -own.shape[2]] = -math.inf
             self.own_of(scores).copy_(tile.of(own, self.heads))
             torch.softmax(scores, dim=-1, out=scores)
             if kept is not None:

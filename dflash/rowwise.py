@@ -6,11 +6,15 @@ compiler makes better passes from plain operations, so it gets those.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+PIECE = 1 << 18
+"""Values that are worked on at once on a CPU: they stay in its cache from one operation to the next."""
 
 
 def by_hand(x: Tensor) -> bool:
@@ -30,24 +34,31 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`[..., size] -> [..., size]`."""
-        wide = x.float()
-        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        scale = square.div_(len(weight)).add_(eps).rsqrt_()  # [..., 1]
+        """`[n, ..., size] -> [n, ..., size]`."""
+        out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        for part, part_scale, part_out in _pieces(x, scale, out):
+            wide = part.float()
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=part_scale)
+            part_scale.square_().div_(len(weight)).add_(eps).rsqrt_()
+            part_out.copy_(torch.mul(wide, part_scale).mul_(weight))
         ctx.save_for_backward(x, weight, scale)
-        return torch.mul(wide, scale).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         """Of `x` and `weight`."""
         x, weight, scale = ctx.saved_tensors
-        rows, given = (part.reshape(-1, len(weight)).float() for part in (x, upstream[0]))
-        scale = scale.view(-1, 1)
-        product = given * rows
-        d_weight = product.T @ scale
-        along = (product @ weight)[:, None] * scale.pow(3) / -len(weight)
-        d_x = torch.mul(given, weight, out=product).mul_(scale).addcmul_(rows, along)
-        return d_x.view(x.shape).to(x.dtype), d_weight[:, 0], None
+        d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for rows, given, part_scale, out in _pieces(x, upstream[0], scale, d_x):
+            wide, wide_given, of_rows = (
+                part.float().reshape(-1, part.shape[-1]) for part in (rows, given, part_scale)
+            )
+            product = wide_given * wide
+            d_weight.addmv_(product.T, of_rows[:, 0])
+            along = (product @ weight)[:, None] * of_rows.pow(3) / -len(weight)
+            slope = torch.mul(wide_given, weight, out=product).mul_(of_rows).addcmul_(wide, along)
+            out.copy_(slope.view(out.shape))
+        return d_x, d_weight, None
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
@@ -93,19 +104,29 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
-        """`[..., 2 * size] -> [..., size]`."""
+        """`[n, ..., 2 * size] -> [n, ..., size]`."""
         ctx.save_for_backward(both)
-        gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+        for part, part_out in _pieces(both, out):
+            gate, up = part.chunk(2, dim=-1)
+            torch.mul(F.silu(gate), up, out=part_out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Tensor:
         """Of both halves."""
         (both,) = ctx.saved_tensors
-        d_both, given = torch.empty_like(both), upstream[0]
-        (gate, up), (d_gate, d_up) = both.chunk(2, dim=-1), d_both.chunk(2, dim=-1)
-        active = F.silu(gate)
-        torch.mul(given, active, out=d_up)
-        slope = torch.mul(given, up, out=active)
-        torch.ops.aten.silu_backward.grad_input(slope, gate, grad_input=d_gate)
+        d_both = torch.empty_like(both)
+        for part, given, out in _pieces(both, upstream[0], d_both):
+            (gate, up), (d_gate, d_up) = part.chunk(2, dim=-1), out.chunk(2, dim=-1)
+            active = F.silu(gate)
+            torch.mul(given, active, out=d_up)
+            slope = torch.mul(given, up, out=active)
+            torch.ops.aten.silu_backward.grad_input(slope, gate, grad_input=d_gate)
         return d_both
+
+
+def _pieces(first: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same few of the leading rows of each tensor, as many as hold `PIECE` values of the first."""
+    rows = max(PIECE * len(first) // max(first.numel(), 1), 1)
+    return zip(*(torch.split(tensor, rows) for tensor in (first, *others)), strict=True)
