@@ -90,6 +90,16 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torc
     return _device(request.param, monkeypatch)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _little_padding() -> Iterator[None]:
+    """Micro-batches of tests hold a few dozen rows and blocks; nearly all of what is computed was padding."""
+    from dflash.train import padding
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(padding, "ON_CPU", padding.Multiples(64, 16))
+        yield
+
+
 @pytest.fixture(scope="session")
 def s3_port() -> Iterator[int]:
     """Port of an S3 server on loopback, one for the session."""

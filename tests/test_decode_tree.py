@@ -108,12 +108,12 @@ def test_alternatives_are_kept_where_the_likeliest_draft_is_wrong(target, prompt
     assert tau[1] > tau[0]
 
 
-def test_sampled_tokens_of_a_tree_are_distributed_as_the_target_says(target, learnt):
+@pytest.mark.parametrize("draws", [100, pytest.param(1000, marks=pytest.mark.long)])
+def test_sampled_tokens_of_a_tree_are_distributed_as_the_target_says(target, learnt, draws):
     """Chi-square over three tokens: with a temperature each node is followed by a draw from the target."""
     prompt = random_prompts([6], seed=5)[0]
     config = {"temperature": 1.5, "top_k": 3}
     counts: dict[bool, dict[tuple[int, ...], int]] = {True: {}, False: {}}
-    draws = 200
     for seed, tree in itertools.product(range(draws), (True, False)):
         drafter = learnt if tree else None
         settings_ = DecodeConfig(

@@ -65,7 +65,7 @@ def test_the_bytes_are_on_the_disk_before_the_name_is_there(tmp_path, monkeypatc
     assert seen[1][0] == tmp_path.name
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(JSON)
 def test_json_and_its_digest_do_not_depend_on_the_order_of_keys(value):
     turned = json.loads(json_bytes(value), object_pairs_hook=lambda pairs: dict(reversed(pairs)))

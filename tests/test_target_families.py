@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -29,8 +30,15 @@ def folder_of(tmp_path_factory):
     return of
 
 
-def full_model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+@pytest.fixture(scope="module")
+def full_model(folder_of):
+    """The whole model of a family as Transformers opens it, to look at only."""
+
+    @cache
+    def of(name):
+        return AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32).eval()
+
+    return of
 
 
 def reference(model, ids):
@@ -52,15 +60,14 @@ def sequences(*lengths):
 
 @families
 @pytest.mark.parametrize("deepest", range(LAYERS))
-def test_truncated_taps_are_the_full_models_layers(folder_of, name, deepest):
+def test_truncated_taps_are_the_full_models_layers(folder_of, full_model, name, deepest):
     """For every T, in a batch of several lengths: hidden_states[T + 1], and the last before the norm."""
     folder, ids = folder_of(name), sequences(13, 9, 3)
     taps = tuple(range(deepest + 1))
     target = TruncatedTarget(str(folder), taps, dtype=torch.float32, device=CPU)
     out = torch.full((sum(map(len, ids)), len(taps), HIDDEN), float("nan"))
     target.capture(ids, out)
-    model = full_model(folder)
-    states = [reference(model, one)[0] for one in ids]
+    states = [reference(full_model(name), one)[0] for one in ids]
     for tap in taps:
         expected = torch.cat([state[tap] for state in states])
         torch.testing.assert_close(out[:, tap], expected, atol=2e-5, rtol=1e-4, msg=f"layer {tap}")
@@ -136,18 +143,18 @@ def test_attention_that_does_not_run_is_passed_over_with_a_warning(folder_of, mo
 
 
 @families
-def test_no_two_layers_put_out_the_same(folder_of, name):
+def test_no_two_layers_put_out_the_same(full_model, name):
     """Otherwise the test above could not tell a tap that is one layer off."""
-    states, _ = reference(full_model(folder_of(name)), *sequences(9))
+    states, _ = reference(full_model(name), *sequences(9))
     for tap in range(1, LAYERS):
         assert (states[tap] - states[tap - 1]).abs().max() > 1e-2
 
 
 @families
-def test_the_head_is_the_full_models(folder_of, name):
+def test_the_head_is_the_full_models(folder_of, full_model, name):
     """Its embedding gives the decoder's input, and its `lm_head` the model's logits behind the final norm."""
-    folder, (ids,) = folder_of(name), sequences(9)
-    model, head = full_model(folder), load_head(str(folder), torch.float32)
+    (ids,) = sequences(9)
+    model, head = full_model(name), load_head(str(folder_of(name)), torch.float32)
     tokens = torch.from_numpy(ids).long()
     torch.testing.assert_close(head.embed(tokens), model.get_input_embeddings()(tokens).detach())
     states, logits = reference(model, ids)
@@ -170,10 +177,10 @@ def test_the_families_differ_where_it_matters(folder_of):
 
 
 @families
-def test_decoding_taps_the_same_states(folder_of, name):
+def test_decoding_taps_the_same_states(folder_of, full_model, name):
     folder, (ids,) = folder_of(name), sequences(9)
     target = Target(str(folder), (0, LAYERS - 1), dtype=torch.float32, device=CPU)
-    states, logits = reference(full_model(folder), ids)
+    states, logits = reference(full_model(name), ids)
     found, features = target.forward(torch.from_numpy(ids).long(), target.new_cache(), keep_logits=9)
     torch.testing.assert_close(features, torch.cat([states[0], states[-1]], -1), atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)

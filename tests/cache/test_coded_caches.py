@@ -104,7 +104,7 @@ def test_safetensors_opens_a_coded_shard_and_finds_each_extent(finished, codec):
         assert starts[-1] == len(tensors["coded"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(CODED), st.integers(0, 1 << 30), st.integers(0, 7))
 def test_a_flipped_bit_of_a_coded_shard_is_found(finished, tmp_path_factory, codec, place, bit):
     cache = tmp_path_factory.mktemp("flip") / "cache"

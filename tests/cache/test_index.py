@@ -115,7 +115,7 @@ def test_rows_are_sorted_by_id_whatever_the_number_of_writers(tmp_path, finished
     assert reference.lengths.dtype == reference.supervised.dtype == np.int32
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_flipped_bit_in_a_fragment_is_detected_and_named(finished, data):
     path = data.draw(st.sampled_from(fragments(finished)))

@@ -110,7 +110,7 @@ def test_several_threads_read_through_one_reader(finished):
             assert all(bits(sample) == BY_ID[sample.id] for sample in samples)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_flipped_bit_in_a_shard_is_detected_and_named(finished, data):
     path = data.draw(st.sampled_from(shards(finished)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from overfit import answered, open_target, overfitted, random_prompts
@@ -66,6 +68,18 @@ def model(target_folder):
     return model
 
 
+@pytest.fixture(scope="module")
+def assisted(model, assistant, prompts):
+    """What Transformers decodes with the drafter, by number of the prompt and new tokens."""
+
+    @cache
+    def of(number: int, tokens: int):
+        how = {"assistant_model": assistant, "speculation_type": "dflash"}
+        return generated(model, prompts[number], max_new_tokens=tokens, **how)
+
+    return of
+
+
 def generated(model, prompt, **how):
     """New tokens and how many forward passes of the target they took."""
     before = model.passes
@@ -93,26 +107,21 @@ def test_the_same_network_in_float32(drafter, assistant):
     assert (ours - theirs).abs().max() < 1e-5
 
 
-def test_generate_gives_the_greedy_text(model, assistant, prompts):
-    for prompt in prompts:
+def test_generate_gives_the_greedy_text(model, assisted, prompts):
+    for number, prompt in enumerate(prompts):
         plain, passes = generated(model, prompt, max_new_tokens=NEW_TOKENS)
-        drafted, fewer = generated(
-            model, prompt, max_new_tokens=NEW_TOKENS, assistant_model=assistant, speculation_type="dflash"
-        )
+        drafted, fewer = assisted(number, NEW_TOKENS)
         assert drafted == plain
         assert fewer <= passes == len(plain)
 
 
 # A pass adds up to 6 tokens, so these lengths end a block at each of its slots.
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6, 7, 8, NEW_TOKENS])
-def test_as_many_target_passes_as_our_decoder(target, drafter, model, assistant, prompts, tokens):
+def test_as_many_target_passes_as_our_decoder(target, drafter, assisted, prompts, tokens):
     """Same tokens, same passes, prefill included: acceptance is counted alike."""
-    for prompt in prompts if tokens == NEW_TOKENS else prompts[2:5]:
-        theirs = generated(
-            model, prompt, max_new_tokens=tokens, assistant_model=assistant, speculation_type="dflash"
-        )
-        ours = generate(target, drafter, prompt, DecodeConfig(tokens))
-        assert theirs == (ours.tokens, ours.target_passes)
+    for number in range(len(prompts)) if tokens == NEW_TOKENS else (2, 3, 4):
+        ours = generate(target, drafter, prompts[number], DecodeConfig(tokens))
+        assert assisted(number, tokens) == (ours.tokens, ours.target_passes)
 
 
 def test_the_comparison_sees_drafts_accepted_and_refused(target, drafter, prompts):

@@ -41,16 +41,23 @@ def rows(first, last):
 @pytest.fixture
 def config(tmp_path, target, monkeypatch):
     monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
-    data = write_jsonl(tmp_path / "a.jsonl", *rows(0, SAMPLES))
+    return config_of(tmp_path, target)
+
+
+def config_of(folder, target):
+    data = write_jsonl(folder / "a.jsonl", *rows(0, SAMPLES))
     return ExtractConfig(
-        str(target), (data,), tmp_path / "cache", (0, 2, 3), 160, (64, 160), 2, 400, "float32", 50_000
+        str(target), (data,), folder / "cache", (0, 2, 3), 160, (64, 160), 2, 400, "float32", 50_000
     )
 
 
-@pytest.fixture
-def whole(config):
-    undisturbed = replace(config, out=config.out.with_name("whole"))
-    extract(undisturbed, World())
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, target):
+    """The samples of an undisturbed run."""
+    undisturbed = config_of(tmp_path_factory.mktemp("whole"), target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_HOME", str(undisturbed.out.parent / "home"))
+        extract(undisturbed, World())
     return samples_of(undisturbed.out)
 
 

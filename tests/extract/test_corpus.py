@@ -212,7 +212,7 @@ def test_kept_tokens_are_not_used_when_anything_changed(tmp_path, tokenizer, cha
     assert len(list(token_store().iterdir())) == kept + (change != "reuse")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_damaged_kept_tokens_are_made_again(tmp_path_factory, data):
     """Wherever a kept file is cut or a byte of it flipped, the corpus is the same as before."""

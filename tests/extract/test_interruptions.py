@@ -131,8 +131,15 @@ def run_command(config, world):
         raise SystemExit(exit_code(stopped))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("size", "hit"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("number", "size", "hit"),
+    [
+        (signal.SIGTERM, 1, 0),
+        (signal.SIGINT, 2, 1),
+        pytest.param(signal.SIGINT, 1, 0, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 2, 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_to_any_rank_ends_all_within_seconds_and_loses_no_batch(
     config, whole, monkeypatch, number, size, hit
 ):

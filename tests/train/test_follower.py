@@ -116,7 +116,7 @@ def test_the_record_repeats_a_run_bit_for_bit_though_the_cache_is_complete_by_th
     assert (again.out / LOG_NAME).read_bytes() == (config.out / LOG_NAME).read_bytes()
 
 
-@pytest.mark.parametrize("crash_at", [3, 7])
+@pytest.mark.parametrize("crash_at", [3, pytest.param(7, marks=pytest.mark.long)])
 def test_a_crash_and_a_resume_consume_the_recorded_order_bit_for_bit(
     followed, tmp_path, monkeypatch, crash_at
 ):

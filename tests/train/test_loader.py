@@ -16,7 +16,7 @@ from dflash.cache.reader import CacheReader
 from dflash.errors import CacheCorrupt
 from dflash.train.batches import AnchorConfig, BlockShape, documents, pack
 from dflash.train.loader import TWO_STEPS, BlockPlan, DeviceFeed, StepLoader
-from dflash.train.padding import ON_CPU, padded
+from dflash.train.padding import multiples_for, padded
 from dflash.train.ready import ReadyLimits
 from dflash.train.sampler import Corpus, Sampler, SamplerConfig, batches_for
 from dflash.world import World
@@ -65,7 +65,8 @@ def test_ranks_divide_every_step_of_the_sampler_among_them(reader, size):
                     reader.index.buckets[rows].tolist(),
                     PLAN.anchors,
                 )
-                expected = padded(pack(docs, PLAN.shape, multiple=ON_CPU.rows), ON_CPU)
+                multiples = multiples_for(torch.device("cpu"))
+                expected = padded(pack(docs, PLAN.shape, multiple=multiples.rows), multiples)
                 assert batch.samples == expected.samples
                 for name in ("features", "block_ids", "labels", "counted", "block_positions", "buckets"):
                     assert torch.equal(getattr(batch, name), getattr(expected, name))

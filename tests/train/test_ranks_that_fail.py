@@ -168,13 +168,13 @@ def test_a_store_that_is_stopped_with_the_rank_that_holds_it_keeps_nobody(tmp_pa
 
 
 def busy(rank: int, size: int, how: str) -> dict[str, torch.Tensor]:
-    """One rank works for three times as long as a rank may say nothing."""
+    """One rank works for twice as long as a rank may say nothing."""
     silence_s = 1.2
-    end = time.monotonic() + 3 * silence_s
+    end = time.monotonic() + 2 * silence_s
 
     def work(_line: Lifeline) -> None:
         if rank == 1 and how == "outside of Python":
-            time.sleep(3 * silence_s)
+            time.sleep(2 * silence_s)
         while rank == 1 and time.monotonic() < end:
             sum(range(1000))
         torch_dist.all_reduce(torch.ones(1))
@@ -319,7 +319,7 @@ def whole(cache, tmp_path_factory):
     return trained(train(tiny_config(cache, folder / "run", sampler=SIX), World()).checkpoint)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_rank_killed_at_random_ends_all_and_the_run_goes_on_from_what_is_whole(
     cache, tmp_path, whole, seed
 ):
@@ -327,7 +327,7 @@ def test_a_rank_killed_at_random_ends_all_and_the_run_goes_on_from_what_is_whole
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(3, 40))
+@pytest.mark.parametrize("seed", range(2, 40))
 def test_many_ranks_killed_at_random(cache, tmp_path, whole, seed):
     kill_and_resume(cache, tmp_path, seed, whole)
 

@@ -48,7 +48,7 @@ def variation(tokens: np.ndarray, quota: tuple[float, ...], window: int) -> np.n
 
 
 @pytest.mark.parametrize(("policy", "compose"), COMBINATIONS)
-@quick_and_long(20, 250)
+@quick_and_long(12, 250)
 def test_two_epochs_hold_every_sample_twice_and_the_first_comes_first(
     examples: int, policy: str, compose: str
 ) -> None:
@@ -71,7 +71,7 @@ def test_two_epochs_hold_every_sample_twice_and_the_first_comes_first(
 
 
 @pytest.mark.parametrize(("policy", "compose"), COMBINATIONS)
-@quick_and_long(25, 300)
+@quick_and_long(12, 300)
 def test_a_stream_cut_anywhere_and_resumed_is_the_same_stream(
     examples: int, policy: str, compose: str
 ) -> None:
@@ -123,7 +123,7 @@ def test_every_world_size_consumes_the_same_stream(policy: str, compose: str, sl
             slots_of_all = sorted((slot for part in parts for slot in part), key=lambda slot: slot.place)
             assert [slot.place for slot in slots_of_all] == list(range(slots))
             merged.append(Step(step.index, tuple(slot.draws for slot in slots_of_all), step.tokens))
-        assert stream_digest(merged) == stream_digest(plan)
+        assert merged == plan
 
 
 @quick_and_long(25, 300)
