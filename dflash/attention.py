@@ -27,6 +27,8 @@ from torch.nn import functional as F
 
 TILE = 128
 """Rows and columns of scores that flex_attention takes or leaves together."""
+COMPILATIONS = 64
+"""Most of one function; training needs few: with and without gradients, for all slots and for most."""
 FLEX_HEAD = 16
 """Smallest head that its kernels take."""
 
@@ -114,12 +116,23 @@ def lone_attention(query: Tensor, context: KeyValue, block: KeyValue, _layout: B
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)[0].transpose(0, 1)[None]
 
 
+def allow_compilations() -> None:
+    """Let torch compile flex_attention for as many kinds of shapes and masks as there are.
+
+    It allows 8 of one function, to which Transformers' masks for layers with and without a window come, and
+    goes on without the compiler then, with all scores in memory.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, COMPILATIONS)
+
+
 @lru_cache(maxsize=1)
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Whole or not at all: torch would go on without the compiler after too many compilations, with all scores
-    # in memory.
+    allow_compilations()
+    # whole or not at all: an error is better than attention without the compiler
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 

@@ -229,6 +229,7 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
         nproc_per_node=nproc,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",  # or the machine's name would be looked up, which in a container may fail
         run_id=f"dflash-{os.getpid()}",
         max_restarts=0,
         monitor_interval=0.2,

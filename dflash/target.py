@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.distributed import DistributedConfig
 from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_available
 
+from dflash.attention import allow_compilations
 from dflash.errors import ConfigError, TargetError
 from dflash.head import TargetHead, head_of
 from dflash.progress import warn
@@ -210,6 +211,8 @@ class TruncatedTarget:
         ):
             if not available:
                 continue
+            if name == "flex_attention":
+                allow_compilations()
             try:
                 self.model.set_attn_implementation(name)
                 if self.packs_exactly():

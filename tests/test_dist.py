@@ -166,6 +166,7 @@ def test_a_launch_starts_this_program_and_divides_the_cores(launched):
     assert launched.arguments == ("-m", "dflash", "train", "--lr", "1")
     assert launched.config.nproc_per_node == 4
     assert launched.config.max_restarts == 0
+    assert launched.config.local_addr == "127.0.0.1"
     assert os.environ["OMP_NUM_THREADS"] == "3"
 
 

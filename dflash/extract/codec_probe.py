@@ -53,7 +53,13 @@ def coded_manifest(config: ExtractConfig, manifest: Manifest, corpus: TokenizedC
         return replace(manifest, identity=identity)
     if config.codec not in LOSSY_CODECS:
         return with_codec(manifest, config.codec)
-    coded = _probed(config, manifest, corpus)
+    try:
+        coded = _probed(config, manifest, corpus)
+    except torch.OutOfMemoryError as lack:
+        raise TargetError(
+            f"--codec {config.codec} is tried out with the whole target on one GPU, which has too little "
+            "memory for it; use --codec lossless or raw"
+        ) from lack
     error = coded.codec_error
     if error and error.kl and not max(error.kl) <= config.max_divergence:
         worst = max(range(len(error.kl)), key=lambda k: error.kl[k])

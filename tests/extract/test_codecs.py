@@ -51,6 +51,15 @@ def config_of(folder, target):
     )
 
 
+def test_a_target_that_is_too_large_to_be_probed_is_one_line_that_names_other_codecs(config, monkeypatch):
+    def full(*arguments, **settings):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(codec_probe, "Target", full)
+    with pytest.raises(TargetError, match=r"^--codec int8 is tried out .* use --codec lossless or raw$"):
+        extract(in_codec(config, "int8"), World())
+
+
 def in_codec(config, codec):
     return replace(config, codec=codec, out=config.out.parent / codec)
 
