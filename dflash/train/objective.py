@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash.errors import ConfigError
+from dflash.train.chunks import chunk_rows, missing_rows
 from dflash.train.dpace import dpace_weights
 from dflash.train.teacher import HeadDivergence, teacher_states
 
@@ -32,12 +33,6 @@ if TYPE_CHECKING:
     from dflash.train.candidates import Candidates
 from dflash.train.parallel import zero_of
 
-LOGIT_ROWS = 512
-"""Positions whose logits exist at once, at most: enough rows for the matrix product to run at full speed."""
-ROWS_MULTIPLE = 64
-"""What counted positions are filled up to a multiple of on a CPU: kernels are compiled for each new shape."""
-LOGIT_BYTES = 1 << 26
-"""What these logits take at most: with a large vocabulary they are fewer."""
 SOFTMAX_ROWS = 64
 """Positions whose float32 probabilities exist at once on a CPU: they stay in its cache."""
 EXPONENTIAL_ROWS = 32
@@ -150,12 +145,12 @@ class HeadCrossEntropy(torch.autograd.Function):
         Returns:
             Cross-entropy `[P]` in float32, and whether the label has the highest logit, bool `[P]`.
         """
-        count, more = len(labels), -len(labels) % ROWS_MULTIPLE if hidden.device.type == "cpu" else 0
+        count, more = len(labels), missing_rows(len(labels), hidden.device)
         rows, labels = F.pad(hidden.to(lm_head.dtype), (0, 0, 0, more)), F.pad(labels, (0, more))
         loss = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
         scale, gradient = torch.empty_like(loss), torch.empty_like(rows)
-        step = max(min(LOGIT_ROWS, LOGIT_BYTES // (lm_head.shape[0] * lm_head.element_size())), 1)
+        step = chunk_rows(lm_head)
         buffer = rows.new_empty(min(step, len(labels)), lm_head.shape[0])
         for start in range(0, len(labels), step):
             part = slice(start, start + step)

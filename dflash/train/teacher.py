@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dflash.errors import ConfigError
+from dflash.train.chunks import chunk_rows, missing_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from dflash.head import TargetHead
     from dflash.train.batches import Document, PackedBatch
 
-LOGIT_ROWS = 256
-"""Positions whose logits, the teacher's and the drafter's, exist at once."""
+COPIES = 4
+"""How many times fewer positions go through the `lm_head` at once than without a teacher's logits."""
 
 
 def drafter_taps(identity: Identity, loss: str) -> tuple[int, ...]:
@@ -93,12 +95,15 @@ class HeadDivergence(torch.autograd.Function):
             labels: The data's tokens `[P]`, for the accuracy alone.
             softcap: Logits of both become `cap * tanh(logits / cap)`.
         """
-        rows = hidden.to(lm_head.dtype)
+        count, more = len(labels), missing_rows(len(labels), hidden.device)
+        rows, teacher = (F.pad(part.to(lm_head.dtype), (0, 0, 0, more)) for part in (hidden, teacher))
+        labels = F.pad(labels, (0, more))
         loss = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         correct = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
         gradient = torch.empty_like(rows)
-        for start in range(0, len(rows), LOGIT_ROWS):
-            part = slice(start, start + LOGIT_ROWS)
+        step = chunk_rows(lm_head, COPIES)
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
             ours, bend = _log_softmax(rows[part] @ lm_head.T, softcap)
             theirs, _ = _log_softmax(teacher[part] @ lm_head.T, softcap)
             wanted = theirs.exp()
@@ -106,8 +111,9 @@ class HeadDivergence(torch.autograd.Function):
             correct[part] = ours.argmax(dim=-1) == labels[part]
             slope = ours.exp() - wanted
             gradient[part] = (slope if bend is None else slope * bend).to(rows.dtype) @ lm_head
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(gradient[:count])
         ctx.hidden_dtype = hidden.dtype
+        loss, correct = loss[:count], correct[:count]
         ctx.mark_non_differentiable(correct)
         return loss, correct
 

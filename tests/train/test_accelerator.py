@@ -29,8 +29,9 @@ from dflash.drafter import Drafter
 from dflash.head import HeadFacts, TargetHead
 from dflash.train.batches import AnchorConfig, BlockShape, PackedBatch, documents, pack
 from dflash.train.candidates import candidates
+from dflash.train.chunks import ON_CUDA
 from dflash.train.loader import DeviceFeed, LoadedStep
-from dflash.train.objective import LOGIT_ROWS, DraftingLoss, HeadCrossEntropy, ObjectiveConfig
+from dflash.train.objective import DraftingLoss, HeadCrossEntropy, ObjectiveConfig
 from dflash.train.optim import OptimConfig, build_optimizer, clipped_mean
 from dflash.train.padding import Multiples, padded
 from dflash.train.parallel import recompute_layers
@@ -151,7 +152,7 @@ def test_a_micro_batch_goes_forward_and_back_without_a_wait(name, recompute, sof
 @pytest.mark.parametrize("loss", [HeadCrossEntropy, HeadDivergence])
 def test_a_bfloat16_head_gives_loss_and_gradient_without_a_wait(loss, softcap):
     """Without autocast, which there is none of for this device: the drafter is left out."""
-    hidden = torch.zeros(LOGIT_ROWS + 3, 32, device=META, requires_grad=True)
+    hidden = torch.zeros(ON_CUDA.rows + 3, 32, device=META, requires_grad=True)
     lm_head = torch.zeros(VOCAB, 32, device=META, dtype=torch.bfloat16)
     labels = torch.zeros(len(hidden), device=META, dtype=torch.int64)
     teacher = [lm_head.new_zeros(hidden.shape)] if loss is HeadDivergence else []

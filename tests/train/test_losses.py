@@ -22,6 +22,7 @@ from dflash.errors import ConfigError
 from dflash.head import HeadFacts, TargetHead
 from dflash.pretrained import load_drafter
 from dflash.train.batches import AnchorConfig, BlockShape, Document, PackedBatch, documents, pack
+from dflash.train.chunks import ON_CPU
 from dflash.train.dpace import dpace_weights
 from dflash.train.loader import StepLoader
 from dflash.train.objective import DraftingLoss, LossSums, ObjectiveConfig
@@ -29,7 +30,7 @@ from dflash.train.optim import OptimConfig
 from dflash.train.run import Run
 from dflash.train.runs import load_run
 from dflash.train.sampler import SamplerConfig
-from dflash.train.teacher import LOGIT_ROWS, HeadDivergence, drafter_taps, teacher_states, with_teacher
+from dflash.train.teacher import HeadDivergence, drafter_taps, teacher_states, with_teacher
 from dflash.train.trainer import train
 from dflash.world import World
 
@@ -64,7 +65,7 @@ def test_unsmoothed_dpace_weights_are_the_derivative_of_the_expected_acceptance(
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize("rows", [0, 1, LOGIT_ROWS + 3])
+@pytest.mark.parametrize("rows", [0, 1, ON_CPU.rows + 3])
 def test_the_divergence_is_that_of_torch_in_value_and_gradient(rows: int, softcap: float | None) -> None:
     generator = torch.Generator().manual_seed(rows)
     hidden, teacher = torch.randn(2, rows, 16, generator=generator)

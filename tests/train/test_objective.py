@@ -17,9 +17,9 @@ from dflash.drafter import Drafter, init_weights
 from dflash.errors import ConfigError
 from dflash.head import HeadFacts, TargetHead
 from dflash.train.batches import AnchorConfig, BlockShape, Document, PackedBatch, documents, pack
+from dflash.train.chunks import ON_CPU
 from dflash.train.objective import (
     EXPONENTIAL_ROWS,
-    LOGIT_ROWS,
     DraftingLoss,
     HeadCrossEntropy,
     LossSums,
@@ -27,6 +27,7 @@ from dflash.train.objective import (
 )
 
 SHAPE = BlockShape(4, MASK)
+ROWS = ON_CPU.rows
 
 
 def make_loss(*, softcap: float | None = None, dtype: torch.dtype = torch.float32) -> DraftingLoss:
@@ -60,7 +61,7 @@ def gradients(loss: DraftingLoss, batches: list[PackedBatch]) -> tuple[Tensor, l
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("rows", [1, 3, LOGIT_ROWS - 1, LOGIT_ROWS, LOGIT_ROWS + 1, 2 * LOGIT_ROWS + 7])
+@pytest.mark.parametrize("rows", [1, 3, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 7])
 def test_cross_entropy_through_the_head_is_that_of_torch_in_value_and_gradient(rows, softcap):
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, 16, generator=generator)
@@ -82,7 +83,7 @@ def test_cross_entropy_through_the_head_is_that_of_torch_in_value_and_gradient(r
 @pytest.mark.parametrize("size", [0.1, 1.0, 10.0, 1000.0])  # the last ones are beyond what needs no shift
 @pytest.mark.parametrize("sign", [1, -1, None])
 @pytest.mark.parametrize("vocab", [7, 256, 300])
-@pytest.mark.parametrize("rows", [1, EXPONENTIAL_ROWS + 1, LOGIT_ROWS + 7])
+@pytest.mark.parametrize("rows", [1, EXPONENTIAL_ROWS + 1, ROWS + 7])
 def test_cross_entropy_of_bfloat16_logits_is_that_of_torch_up_to_their_rounding(rows, vocab, sign, size):
     generator = torch.Generator().manual_seed(rows + vocab)
     hidden = torch.randn(rows, 16, generator=generator).bfloat16() * size
