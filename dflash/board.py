@@ -78,14 +78,19 @@ class Board:
         self.post(note, value)
         return self.collect(note)
 
-    def collect(self, note: str) -> list[Any]:
-        """The values that all ranks have posted, by rank; waits for those that have not.
+    def collect(self, note: str, meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
+        """The values that all ranks have posted, by rank; waits for those that have not, calling `meanwhile`.
 
         Raises:
             RankFailed: another rank failed meanwhile.
         """
         keys = [f"{note}/{rank}" for rank in range(self.world.size)]
-        self._wait(lambda: self._has(*keys))
+
+        def all_here() -> bool:
+            meanwhile()
+            return self._has(*keys)
+
+        self._wait(all_here)
         return [json.loads(self._get(key)) for key in keys]
 
     def shared(

@@ -127,11 +127,14 @@ class Lifeline:
     def at(self, doing: str, *, part: bool = False) -> None:
         """Say what the main thread begins, such as `step 41`; the others name it if this rank stops.
 
+        To say the same again changes nothing.
+
         Args:
             doing: As it reads behind `it was at`.
             part: It belongs to the stage before; ranks may go through different numbers of parts.
         """
-        self.me.at(doing, self.me.stage + (not part))
+        if doing != self.me.doing:
+            self.me.at(doing, self.me.stage + (not part))
 
     def watch(self) -> None:
         """Wait for the end or the silence of any connection."""

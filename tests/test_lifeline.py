@@ -189,6 +189,15 @@ def test_a_part_that_takes_far_longer_than_all_before_is_named_while_the_others_
         assert line._unusual() is None
 
 
+def test_to_say_the_same_again_is_no_new_stage(clock):
+    with first_rank(2) as (line, _):
+        line.at("the end")
+        before = line.me.stage, line.me.moved
+        clock[0] += 100
+        line.at("the end")
+        assert (line.me.stage, line.me.moved) == before
+
+
 def test_the_first_parts_of_a_stage_may_differ_as_they_like(clock):
     with first_rank(2) as (line, _):
         line.at("reading the corpus")

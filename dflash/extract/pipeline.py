@@ -188,6 +188,7 @@ class _Run:
         patience = _Patience()
 
         def meanwhile() -> None:
+            self.line.at("the end, with nothing left to do")  # counted as here by now
             show()
             self.line.check()
             if self.asked_to_stop() and patience.exhausted():
@@ -196,7 +197,6 @@ class _Run:
                     f"{_PATIENCE_S:.0f} s and may be dead; {_AGAIN}"
                 )
 
-        self.line.at("the end, with nothing left to do")
         self.board.meet("worked", meanwhile)
 
     def check_bad(self, bad: Sequence[BadSample]) -> None:
@@ -345,15 +345,20 @@ def _batches_in_turn(run: _Run, units: Sequence[Unit]) -> Iterator[tuple[np.ndar
 def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
     """Put together what all ranks did; the main rank completes the cache."""
     config, board = run.config, run.board
-    run.line.at("completing the cache" if board.world.is_main else "waiting for the cache to be completed")
+    run.line.at("putting together what all did")
     board.post("done", asdict(done))
     ranks = [
         _Done(**{**one, "bad": [BadSample(**bad) for bad in one["bad"]]})
-        for one in board.collect("done")[:: run.replica.size]  # the others of a replica write nothing
+        for one in board.collect("done", run.line.check)[
+            :: run.replica.size
+        ]  # the others of a replica write nothing
     ]
     bad = [sample for one in ranks for sample in one.bad]
     owed = sum(len(rows) for unit in units for rows in unit.batches)
     stopped = board.stop_asked() if sum(one.samples for one in ranks) + len(bad) < owed else None
+    run.line.at("completing the cache")
+    if not board.world.is_main:
+        run.line.at("waiting for the complete cache")  # a stage further than the one that completes it
 
     def finish() -> dict[str, Any]:
         manifest = load_manifest(config.out) if stopped else finalized(config.out, run.mirror, bad)

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from chat_families import dialogue, write_jsonl
@@ -16,11 +17,11 @@ from extract_runs import exit_codes, same, samples_of, start_ranks
 from support import write_target
 
 from dflash import lifeline as module
-from dflash.board import Board
 from dflash.cache.shard import ShardStream
 from dflash.errors import EXIT_RANK_FAILED, RankFailed
 from dflash.extract import pipeline
 from dflash.extract.pipeline import ExtractConfig, extract
+from dflash.lifeline import Lifeline
 from dflash.target import TruncatedTarget
 from dflash.world import World
 
@@ -68,7 +69,7 @@ PLACES = {
     "plan": (pipeline, "plan_units", 1, "planning what is left to do"),
     "load": (TruncatedTarget, "__init__", 1, "loading the target"),
     "batch": (TruncatedTarget, "capture", 2, r"batch \d+ of (unit \d+|its replica)"),
-    "end": (Board, "meet", 2, "the end, with nothing left to do"),
+    "end": (Lifeline, "check", 1, "the end, with nothing left to do"),
     "finish": (pipeline, "finalized", 1, "completing the cache"),
 }
 """Where a rank can be hit: at which call of what, and what it is at then."""
@@ -100,15 +101,18 @@ class Hit:
 
     def __call__(self, config: ExtractConfig, world: World) -> None:
         """What a rank says when it ends is in a file of its own."""
+        mark = config.out.with_name("hit")
         if world.rank == self.victim:
-            self._lay()
+            self._lay(mark)
+        elif self.place == "batch" and config.tp == 1:
+            _wait_in_batches(mark)
         try:
             extract(config, world)
         except RankFailed as error:
             config.out.with_name(f"said{world.rank}").write_text(str(error))
             raise SystemExit(EXIT_RANK_FAILED) from error
 
-    def _lay(self) -> None:
+    def _lay(self, mark: Path) -> None:
         owner, name, call, _ = PLACES[self.place]
         real, calls = getattr(owner, name), []
 
@@ -116,6 +120,7 @@ class Hit:
             calls.append(None)
             if len(calls) == call:
                 time.sleep(self.after_s)
+                mark.touch()
                 self.how()
             return real(*arguments, **settings)
 
@@ -131,6 +136,18 @@ class Hit:
             "gone" if self.how is kill else "stopped or its machine is frozen: nothing was heard .* for 1.5 s"
         )
         return rf"{name} {how}; it was at {at}; {AGAIN}"
+
+
+def _wait_in_batches(mark: Path) -> None:
+    """Leave work for the rank that is to be hit."""
+    capture = TruncatedTarget.capture
+
+    def patient(*arguments):
+        while not mark.exists():
+            time.sleep(0.01)
+        capture(*arguments)
+
+    TruncatedTarget.capture = patient
 
 
 @pytest.fixture
@@ -200,12 +217,16 @@ def test_a_replica_that_loses_a_rank_in_a_batch_ends_as_well(config, whole, ende
     assert_goes_on(config, whole)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_rank_that_is_stuck_in_a_batch_is_not_waited_for_for_ever(
-    config, whole, ended, monkeypatch, victim
-):
+@pytest.mark.parametrize(
+    ("victim", "place"),
+    [
+        (1, "batch"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "batch"), (1, "load"), (1, "end"))),
+    ],
+)
+def test_a_rank_that_is_stuck_is_not_waited_for_for_ever(config, whole, ended, monkeypatch, victim, place):
     monkeypatch.setattr(module, "_STUCK", 1.0)
-    what = Hit(sleep_for_ever, victim, "batch")
+    what = Hit(sleep_for_ever, victim, place)
     assert_names(what, ended(config, 2, what))
     assert_goes_on(config, whole)
 
