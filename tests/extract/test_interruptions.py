@@ -200,7 +200,7 @@ def lonely_rank(config, world):
     try:
         extract(config, world)
     except RankFailed as error:
-        raise SystemExit(44 if "rank 0 is gone; it was at batch" in str(error) else 45) from error
+        raise SystemExit(44 if "rank 0 is gone; it was at" in str(error) else 45) from error
 
 
 def test_a_killed_first_rank_takes_its_store_along_and_the_others_name_it(config, monkeypatch):
