@@ -83,9 +83,10 @@ def test_plain_decoding_is_the_greedy_search_of_transformers(target, prompts):
 def test_greedy_output_is_that_of_plain_decoding_for_any_drafter(target, prompts, block_size):
     drafter = random_drafter(block_size=block_size)
     for prompt in prompts:
-        for tokens in (1, 2, 5, 20):
+        expected = plain(target, prompt, 14)
+        for tokens in (1, 2, 14):
             result = generate(target, drafter, prompt, DecodeConfig(tokens))
-            assert result.tokens == plain(target, prompt, tokens)
+            assert result.tokens == expected[:tokens]
             assert consistent(result)
 
 

@@ -87,11 +87,15 @@ def test_the_walk_follows_the_targets_own_tokens():
     assert follow(tree, [3, 9, 1, 5, 2]) == ([], 3)
 
 
+@pytest.fixture(scope="module")
+def undrafted(target, prompts):
+    return [generate(target, None, prompt, DecodeConfig(24)) for prompt in prompts]
+
+
 @pytest.mark.parametrize("budget", [1, 3, 64])
-def test_output_is_that_of_plain_decoding(target, prompts, learnt, budget):
+def test_output_is_that_of_plain_decoding(target, prompts, undrafted, learnt, budget):
     accepted = []
-    for prompt in prompts:
-        plain = generate(target, None, prompt, DecodeConfig(24))
+    for prompt, plain in zip(prompts, undrafted, strict=True):
         grown = generate(target, learnt, prompt, DecodeConfig(24, draft="tree", budget=budget))
         assert grown.tokens == plain.tokens
         assert sum(grown.accepted) == len(grown.tokens) - 1

@@ -189,10 +189,9 @@ def test_memory_is_bounded_by_small_batches_and_order_is_that_of_the_file(source
 
 @pytest.mark.parametrize("old", LOSSY_CODECS)
 @pytest.mark.parametrize("new", CODECS)
-def test_what_is_lost_does_not_come_back_so_it_is_refused(source, tmp_path, old, new):
-    transcode(source, tmp_path / "lossy", old)
+def test_what_is_lost_does_not_come_back_so_it_is_refused(three_taps, tmp_path, old, new):
     with pytest.raises(CacheError, match=r"already|does not come back"):
-        transcode(tmp_path / "lossy", tmp_path / "out", new)
+        transcode(three_taps[old], tmp_path / "out", new)
     assert not (tmp_path / "out").exists()
 
 
@@ -265,7 +264,7 @@ def test_tools_copy_coded_samples_byte_for_byte(source, tmp_path, codec):
     assert stored["few"].items() <= stored["coded"].items()
 
 
-@pytest.mark.parametrize("keep", [(2,), (0,), (3,), (0, 3), (3, 0), (3, 2, 0), (0, 2, 3)])
+@pytest.mark.parametrize("keep", [(2,), (3,), (3, 0), (3, 2, 0), (0, 2, 3)])
 @pytest.mark.parametrize("codec", CODECS)
 def test_kept_taps_decode_to_the_same_bits_in_every_codec(three_taps, tmp_path, codec, keep):
     before, out = three_taps[codec], tmp_path / "cut"

@@ -75,7 +75,7 @@ def test_one_batch_is_learnt_until_every_draft_is_right(tmp_path):
         anchors=AnchorConfig(64, 1.0),  # every valid position, so that each step is the same batch
         sampler=SamplerConfig(tokens_per_batch=64, batches_per_step=1, min_ready=1, max_ready=2),
         optim=OptimConfig(lr=1e-2),
-        max_steps=150,
+        max_steps=100,
         save_every=1000,
     )
     result = train(config, ALONE)
