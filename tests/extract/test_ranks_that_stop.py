@@ -96,7 +96,7 @@ class Hit:
     how: Callable[[], None]
     victim: int
     place: str
-    after_s: float = SILENCE_S / 4
+    after_s: float = SILENCE_S / 2
     """In which it says where it is."""
 
     def __call__(self, config: ExtractConfig, world: World) -> None:
