@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _FIRST_POLL_S, _POLL_S = 0.001, 0.02
 _FAREWELL_S = 5.0
 """How long the first rank, which may host the store, waits for the others to have read how it ended."""
-_ECHO_S = 1.0
+_ECHO_S = 2.0
 """How much later a rank ends than the one whose failure ends it: launchers show the first one alone."""
 _uses = itertools.count()
 _Result = TypeVar("_Result")
