@@ -2,6 +2,8 @@
 # Another interpreter: make PYTHON=python3.12 test
 PYTHON ?= python3
 CORES := $(shell nproc 2>/dev/null || echo 2)
+# a third of the tests' time is waiting: for ranks that are stopped, servers that hang
+WORKERS := $(shell expr $(CORES) + 1)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_READY := .venv/.demo-ready
@@ -32,7 +34,7 @@ lint: $(INSTALLED) ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports
 
 unit: $(INSTALLED) ## the tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 test-long: $(INSTALLED) ## the long tests: kills at random, launchers, many examples
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal -m long --timeout 900

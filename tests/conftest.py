@@ -100,6 +100,16 @@ def _little_padding() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_launcher() -> Iterator[None]:
+    """Ranks that tests fork have no launcher, for which the one that failed would have to end first."""
+    from dflash import board
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(board, "_ECHO_S", 0.1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def s3_port() -> Iterator[int]:
     """Port of an S3 server on loopback, one for the session."""

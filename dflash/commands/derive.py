@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -51,9 +51,7 @@ def merge(caches: tuple[Path, ...], out: Path, shard_mb: int, *, as_json: bool) 
 @click.option("--sample", "share", default=1.0, show_default=True, help="Share of those to take.")
 @click.option("--seed", default=0, show_default=True, help="Decides which ones --sample takes.")
 @_made_options
-def subset(
-    cache_folder: Path, where: str | None, share: float, seed: int, out: Path, shard_mb: int, *, as_json: bool
-) -> None:
+def subset(cache_folder: Path, out: Path, shard_mb: int, *, as_json: bool, **choice: Any) -> None:
     """A cache with some of the samples; shards that are kept whole become hard links.
 
     Rerunning the same command goes on where it stopped.
@@ -64,7 +62,7 @@ def subset(
     from dflash.cache.recipes import Choice
     from dflash.cache.recipes import subset as run
 
-    _finish(out, run(cache_folder, out, Choice(where, share, seed), shard_mb << 20), as_json=as_json)
+    _finish(out, run(cache_folder, out, Choice(**choice), shard_mb << 20), as_json=as_json)
 
 
 @click.command()

@@ -119,8 +119,10 @@ def stopped(rank: int, size: int, victim: int, place: str) -> NoReturn:
         line.board.collect("nothing")
 
     expected = rf"rank {victim} is stopped .* for 2 s; it was at step 7|is gone"
-    with pytest.raises(RankFailed, match=expected):
-        watched(Board(World(rank, size), "stopped"), work)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "GRACE_S", 0.5)
+        with pytest.raises(RankFailed, match=expected):
+            watched(Board(World(rank, size), "stopped"), work)
     raise SystemExit(EXIT_RANK_FAILED)
 
 
