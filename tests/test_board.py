@@ -8,6 +8,7 @@ import time
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
+from dflash import board as board_module
 from dflash.board import Board
 from dflash.errors import ConfigError, RankFailed
 from dflash.world import World
@@ -102,8 +103,9 @@ def test_a_failure_reaches_ranks_that_wait_and_is_not_told_twice():
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_the_rank_that_fails_ends_before_those_that_fail_with_it(failing):
+def test_the_rank_that_fails_ends_before_those_that_fail_with_it(failing, monkeypatch):
     """A launcher shows the first one that ends, and gives the others no time to say why."""
+    monkeypatch.setattr(board_module, "_ECHO_S", 0.6)
     ended = {}
 
     def work(board):
