@@ -147,7 +147,7 @@ def test_a_signal_to_any_rank_ends_all_within_seconds_and_loses_no_batch(
     slowed(monkeypatch)
     config = replace(config, shard_bytes=1 << 30)
     ranks = start_ranks(config, size, run_command)
-    while not list(config.out.glob("shards/*/*.part.tmp")):
+    while not list(config.out.glob("shards/*/*")):
         time.sleep(0.01)
     time.sleep(0.2)
     os.kill(ranks[hit].pid, number)
@@ -206,7 +206,7 @@ def lonely_rank(config, world):
 def test_a_killed_first_rank_takes_its_store_along_and_the_others_name_it(config, monkeypatch):
     slowed(monkeypatch)
     ranks = start_ranks(config, 2, lonely_rank)
-    while not list(config.out.glob("shards/*/*.part.tmp")):
+    while not list(config.out.glob("shards/*/*")):
         time.sleep(0.01)
     ranks[0].kill()
     assert exit_codes(ranks, 20) == [-signal.SIGKILL, 44]

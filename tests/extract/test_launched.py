@@ -30,7 +30,7 @@ def command(tmp_path, monkeypatch):
 
 def started(command, out):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    while not list(out.glob("shards/*/*.tmp")):
+    while not list(out.glob("shards/*/*")):
         assert process.poll() is None
         time.sleep(0.05)
     return process

@@ -124,18 +124,18 @@ def test_every_family_gives_the_streams_of_one_rank(tmp_path, config, name):
 
 def slowed(monkeypatch):
     """Let every batch take so long that a test can act meanwhile."""
-    capture = TruncatedTarget.capture
+    forward = TruncatedTarget._capture_padded  # what both ranks of a replica come to
 
     def slow(*args):
         time.sleep(0.05)
-        capture(*args)
+        forward(*args)
 
-    monkeypatch.setattr(TruncatedTarget, "capture", slow)
+    monkeypatch.setattr(TruncatedTarget, "_capture_padded", slow)
 
 
 def started(config, run):
     ranks = start_ranks(config, 2, run)
-    while not list(config.out.glob("shards/*/*.tmp")):
+    while not list(config.out.glob("shards/*/*")):
         assert all(process.is_alive() for process in ranks)
         time.sleep(0.01)
     return ranks
