@@ -2,7 +2,7 @@
 
 The drafter's layers run on tensors that have shapes and no values, by the operations that CUDA gets;
 attention keeps what flex_attention keeps. Counted is every tensor that autograd saves, once for each memory,
-without the parameters. The `lm_head`'s logits come on top, a few hundred MiB, and what a layer needs in
+without the parameters. The `lm_head`'s logits come on top, up to 1.5 GiB, and what a layer needs in
 passing.
 """
 
