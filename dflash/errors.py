@@ -77,3 +77,14 @@ class ServerError(DflashError):
 
 class CheckpointError(DflashError):
     """A drafter or a training state cannot be read, or does not fit."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether a device or the host had too little memory; cuBLAS and pinned memory say so in words alone.
+
+    torch's own class is known by its name, so that torch need not be loaded.
+    """
+    said = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    )

@@ -28,11 +28,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from dflash.board import within
 from dflash.dist import TIMEOUT
-from dflash.errors import EXIT_RANK_FAILED, RankFailed
+from dflash.errors import EXIT_RANK_FAILED, RankFailed, lacks_memory
 from dflash.progress import warn
 from dflash.store import seconds_of
 
@@ -325,7 +323,7 @@ def _may_be_an_echo(error: BaseException | None) -> bool:
     """Whether an error of torch's collectives or its store is behind this one."""
     while error is not None and not isinstance(error, RuntimeError):
         error = error.__cause__
-    return error is not None and not isinstance(error, torch.OutOfMemoryError)
+    return error is not None and not lacks_memory(error)
 
 
 def _received(link: socket.socket) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from dflash.errors import EXIT_RANK_FAILED, DflashError, RankFailed
+from dflash.errors import EXIT_RANK_FAILED, DflashError, RankFailed, lacks_memory
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -36,8 +36,8 @@ _LESS_MEMORY = {
 
 
 def out_of_memory(error: RuntimeError, command: str | None) -> str | None:
-    """What to say of an error if it is torch's for want of memory; torch itself is not loaded for that."""
-    if type(error).__name__ != "OutOfMemoryError":
+    """What to say of an error if it is one for want of memory."""
+    if not lacks_memory(error):
         return None
     reason = ". ".join(str(error).split(". ")[:3]).removesuffix(".")
     advice = _LESS_MEMORY.get(command or "", "use a GPU with more")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dflash.cache.manifest import BadSample
 from dflash.cache.shard import Sample
-from dflash.errors import TargetError
+from dflash.errors import TargetError, lacks_memory
 from dflash.extract.token_store import TokenizedCorpus
 from dflash.target import TruncatedTarget
 
@@ -159,12 +159,6 @@ class Capturer:
         self._most = longest * (len(rows) // 2)
         if self._target.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def lacks_memory(error: RuntimeError) -> bool:
-    """Whether a device or the host had too little memory; cuBLAS and pinned memory say so in words alone."""
-    said = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
 
 
 def _stay(states: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Callable[[], None]]:

@@ -347,11 +347,10 @@ def _conclude(run: _Run, units: Sequence[Unit], done: _Done) -> ExtractReport:
     config, board = run.config, run.board
     run.line.at("putting together what all did")
     board.post("done", asdict(done))
+    posted = board.collect("done", run.line.check)
     ranks = [
         _Done(**{**one, "bad": [BadSample(**bad) for bad in one["bad"]]})
-        for one in board.collect("done", run.line.check)[
-            :: run.replica.size
-        ]  # the others of a replica write nothing
+        for one in posted[:: run.replica.size]  # the others of a replica write nothing
     ]
     bad = [sample for one in ranks for sample in one.bad]
     owed = sum(len(rows) for unit in units for rows in unit.batches)

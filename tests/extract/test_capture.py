@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import write_target
 
 from dflash.cache.manifest import load_manifest
-from dflash.errors import CacheIncomplete, CacheMismatch, ConfigError, TargetError
+from dflash.errors import CacheIncomplete, CacheMismatch, ConfigError, TargetError, lacks_memory
 from dflash.extract import capture as capture_module
 from dflash.extract.capture import Capturer
 from dflash.extract.pipeline import ExtractConfig, extract
@@ -179,7 +179,7 @@ def test_batches_that_do_not_fit_are_halved_and_the_size_is_remembered(config, w
     ],
 )
 def test_want_of_memory_is_told_from_other_errors(error, expected):
-    assert capture_module.lacks_memory(error) is expected
+    assert lacks_memory(error) is expected
 
 
 def test_a_sample_that_does_not_fit_alone_is_an_error(config, monkeypatch):
