@@ -84,8 +84,10 @@ class Arm:
 def measure(tokens: int, rounds: int) -> dict[str, float]:
     """All arms at one size, in turns; prints the table and gives the figures."""
     arms = [Arm(name, tokens) for name in ("ours", *PEERS)]
+    dtypes = [arm.reply()["dtype"] for arm in arms]
+    if dtypes[0] != "torch.bfloat16":
+        print(f"ours computes in {dtypes[0]}, as in training: this processor cannot multiply bfloat16")
     for arm in arms:
-        arm.reply()
         first = arm.ask("step")
         print(f"{arm.name:<12} first loss {first['loss']:.3f}", flush=True)
     ours, *peers = arms

@@ -5,7 +5,8 @@ of JSON, and then answers each line on its standard input with one: `step` is a 
 matrix products of our step alone, `parts` our step part by part, `memory` the peak so far.
 
 Each arm computes in bfloat16 the way its own trainer does: ours and speculators with float32 weights under
-autocast, SpecForge with bfloat16 weights and float32 masters in its own optimizer.
+autocast, SpecForge with bfloat16 weights and float32 masters in its own optimizer. On a processor without
+bfloat16 products our trainer computes in float32, and so does its arm.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash.bfloat16 import product_dtype
 from dflash.cache.writer import Sample
 from dflash.drafter import Drafter, DrafterConfig, init_weights
 from dflash.grouped import attention_for
@@ -37,6 +40,8 @@ from dflash.train.optim import OptimConfig, build_optimizer
 
 HIDDEN, VOCAB, BLOCK, ANCHORS, SEQUENCES, GAMMA = 512, 32_000, 16, 128, 2, 7.0
 MASK = VOCAB - 1
+DTYPE = product_dtype(torch.bfloat16, torch.device("cpu"))
+"""In which our trainer computes here: bfloat16 where the processor can multiply it."""
 CONFIG = DrafterConfig(
     hidden_size=HIDDEN,
     intermediate_size=1536,
@@ -107,6 +112,7 @@ def ours(job: Job) -> Arm:
     drafter = Drafter(CONFIG)
     drafter.load_state_dict(our_weights())
     head = TargetHead(job.embedding, job.lm_head, torch.ones(HIDDEN).bfloat16(), HeadFacts())
+    head = head.to(job.embedding.device, DTYPE)
     loss = DraftingLoss(drafter, head, ObjectiveConfig(BLOCK, gamma=GAMMA), 1)
     documents = [
         Document(Sample(row, ids.numpy().astype(np.int32), mask.numpy().astype(np.uint8), states), places, 0)
@@ -288,9 +294,9 @@ def parts(loss: DraftingLoss, batch: Any) -> dict[str, float]:
     drafter, head = loss.drafter, loss.head
     layer, rows = drafter.layers[0], batch.block_ids.shape
     states = torch.randn(*rows, HIDDEN, requires_grad=True)
-    context = torch.randn(len(batch.context_positions), HIDDEN).bfloat16().requires_grad_()
+    context = torch.randn(len(batch.context_positions), HIDDEN).to(DTYPE).requires_grad_()
     cos_sin, context_turn = (drafter.rotary(p) for p in (batch.block_positions, batch.context_positions))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), _computing():
         query, own = layer.self_attn.query_key_value(layer.input_layernorm(states), cos_sin, 0)
         seen = layer.self_attn.key_value(context, context_turn)
     leaves = [x.detach().requires_grad_() for x in (query, *seen, *own)]
@@ -308,7 +314,7 @@ def parts(loss: DraftingLoss, batch: Any) -> dict[str, float]:
     layers = CONFIG.num_hidden_layers
     jobs: dict[str, tuple[int, Callable[[], tuple[Tensor, ...]]]] = {
         "embedding": (1, lambda: (head.embed(batch.block_ids).float(),)),
-        "fc": (1, lambda: (drafter.fuse(batch.features),)),
+        "fc": (1, lambda: (drafter.fuse(batch.features.to(DTYPE)),)),
         "context keys and values": (layers, lambda: (*layer.self_attn.key_value(context, context_turn),)),
         "block projections": (layers, projections),
         "attention": (layers, attention),
@@ -318,11 +324,15 @@ def parts(loss: DraftingLoss, batch: Any) -> dict[str, float]:
     return {name: times * _timed(work) for name, (times, work) in jobs.items()}
 
 
+def _computing() -> AbstractContextManager[Any]:
+    return nullcontext() if torch.float32 == DTYPE else torch.autocast("cpu", DTYPE)
+
+
 def _timed(work: Callable[[], tuple[Tensor, ...]]) -> float:
     best = float("inf")
     for _ in range(3):
         started = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16):
+        with _computing():
             outputs = [out for out in work() if out.requires_grad]
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
@@ -370,7 +380,7 @@ def main() -> None:
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     arm = ARMS[name](job)
-    print(json.dumps({"ready": True}), file=replies, flush=True)
+    print(json.dumps({"dtype": str(DTYPE)}), file=replies, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(line.strip(), arm, before)), file=replies, flush=True)
 

@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_available
 
 from dflash.attention import allow_compilations
+from dflash.bfloat16 import bfloat16_products
 from dflash.errors import ConfigError, TargetError
 from dflash.head import TargetHead, head_of
 from dflash.progress import warn
@@ -188,10 +189,9 @@ class TruncatedTarget:
                 cannot see the padding, so no attention mask is needed; pads are never copied.
             out: `[sum of T_i, K, H]` on the target's device; filled sample after sample.
         """
-        if self.packed:
-            self._capture_packed(sequences, out)
-        else:
-            self._capture_padded(sequences, out)
+        run = self._capture_packed if self.packed else self._capture_padded
+        with bfloat16_products(self.model.dtype, self.device):
+            run(sequences, out)
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
         """Tokens that a batch of samples of these lengths costs, padding included."""
@@ -374,7 +374,10 @@ class Target:
         """
         given = {"position_ids": positions, "attention_mask": mask}
         taken: list[Tensor] = []
-        with tapped(self._layers, self.taps, lambda _, output: taken.append(output)):
+        with (
+            tapped(self._layers, self.taps, lambda _, output: taken.append(output)),
+            bfloat16_products(self.dtype, self.device),
+        ):
             logits = self.model(
                 input_ids=ids,
                 cache=cache,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dflash.bfloat16 import product_dtype
 from dflash.errors import ConfigError
 from dflash.train.batches import AnchorConfig
 from dflash.train.following import FollowConfig
@@ -43,7 +44,8 @@ class TrainConfig:
     init_from: Path | None = None
     """A run or drafter whose weights are trained further; drawn by the seed when None."""
     precision: str = "bfloat16"
-    """Compute dtype, `bfloat16` or `float32`; weights and moments are float32 either way."""
+    """Compute dtype, `bfloat16` or `float32`; weights and moments are float32 either way. On a processor that
+    cannot multiply bfloat16, `bfloat16` is computed in float32."""
     save_every: int = 500
     """Steps between checkpoints."""
     keep: int = 3
@@ -98,6 +100,10 @@ class TrainConfig:
                 f"the loss is for blocks of {self.objective.block_size}, the network has blocks of "
                 f"{self.network.block_size}; --block-size sets both"
             )
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """What `precision` comes to on this device: float32 where bfloat16 would only be slower."""
+        return product_dtype(PRECISIONS[self.precision], device)
 
     def settings(self) -> dict[str, Any]:
         """What must not change when a run is resumed, JSON-ready."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash.bfloat16 import bfloat16_products
 from dflash.errors import ConfigError
 from dflash.train.parallel import SplitMuon, is_split, whole
 
@@ -114,8 +115,10 @@ class MuonAdamW:
 
     def step(self) -> None:
         """Apply the gradients."""
-        for part in self._parts:
-            part.step()  # type: ignore[no-untyped-call]
+        # Muon's products are in bfloat16 whatever the parameters are in
+        with bfloat16_products(torch.bfloat16, self._parts[0].param_groups[0]["params"][0].device):
+            for part in self._parts:
+                part.step()  # type: ignore[no-untyped-call]
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Forget the gradients."""

@@ -36,7 +36,7 @@ from dflash.train.checkpoint import (
     snapshot,
 )
 from dflash.train.compiled import shape_layers
-from dflash.train.config import PRECISIONS, TrainConfig, check_same
+from dflash.train.config import TrainConfig, check_same
 from dflash.train.dashboard import Dashboard
 from dflash.train.evaluation import Best, Evaluator
 from dflash.train.faults import BadSteps, CorruptSample, record_corrupt
@@ -92,7 +92,7 @@ class Run:
         self.blocks = BlockPlan(config.anchors, shape, sampled, config.skip_corrupt, kd)
         self.drafter = initial_drafter(network, head.facts, config.seed, config.init_from).to(self.device)
         shape_layers(self.drafter, config)
-        self.head = head = head.to(self.device, PRECISIONS[config.precision])
+        self.head = head = head.to(self.device, config.compute_dtype(self.device))
         loss = DraftingLoss(self.drafter, head, config.objective, len(identity.bucket_edges))
         self.evaluator = self._evaluator(held_out_reader)
         self.best = Best()
