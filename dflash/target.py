@@ -98,14 +98,17 @@ def _sharding(config: Any, ranks: int) -> dict[str, Any]:
     Raises:
         ConfigError: the attention heads cannot be shared out evenly.
     """
-    if ranks == 1:
-        return {}
     text = config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, key, None)
         if heads and heads % ranks:
             raise ConfigError(f"--tp {ranks} does not divide the target's {heads} {key}; use a divisor of it")
     return {"distributed_config": DistributedConfig(tp_size=ranks)}
+
+
+def _straight_to(device: torch.device) -> dict[str, Any]:
+    """Load weights to a GPU one by one: in the host's memory each rank would hold a copy of all of them."""
+    return {"device_map": {"": device}} if device.type == "cuda" else {}
 
 
 def load_head(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> TargetHead:
@@ -170,9 +173,10 @@ class TruncatedTarget:
         check_taps(taps, config.get_text_config().num_hidden_layers)
         depth = taps[-1] + 1
         config = truncated_config(config, depth)
-        options = {"trust_remote_code": trust_remote_code, **_sharding(config, tp)}
+        where = _straight_to(device) if tp == 1 else _sharding(config, tp)
+        options = {"trust_remote_code": trust_remote_code, **where}
         model = load_model(AutoModel, name, config=config, dtype=dtype, **options)
-        self.model = model.to(device) if tp == 1 else model  # parts of it are where they belong
+        self.model = model if where else model.to(device)
         self.taps, self.device = taps, device
         self.hidden_size = int(config.get_text_config().hidden_size)
         self._layers = decoder_layers(self.model, depth)
@@ -299,8 +303,10 @@ class Target:
         device: torch.device,
         trust_remote_code: bool = False,
     ) -> None:
-        model = load_model(AutoModelForCausalLM, name, dtype=dtype, trust_remote_code=trust_remote_code)
-        self.model = model.to(device)
+        where = _straight_to(device)
+        options = {"trust_remote_code": trust_remote_code, **where}
+        model = load_model(AutoModelForCausalLM, name, dtype=dtype, **options)
+        self.model = model if where else model.to(device)
         text = model.config.get_text_config()
         check_taps(taps, text.num_hidden_layers)
         self.taps, self.device, self.dtype = taps, device, dtype

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from dflash.errors import TargetError
+from dflash.errors import TargetError, lacks_memory
 from dflash.files import digest_file, digest_json
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def _one_line_errors(name: str) -> Iterator[None]:
         SafetensorError,
         struct.error,
     ) as error:
+        if isinstance(error, RuntimeError) and lacks_memory(error):
+            raise  # it is the GPU's, not the target's fault
         reason = str(error).strip().split("\n")[0]
         raise TargetError(
             f"cannot load the target {name!r}: {reason}; give a model folder or a hub name, or a GGUF file"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
-pytest.importorskip("accelerate", reason="the extra gguf is not installed")
 
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import dequantize, quantize

@@ -60,6 +60,34 @@ def test_taps_of_a_padded_batch_are_taken_without_waiting_for_the_device(folder,
     target.capture(random_sequences(1, 9, 4), torch.empty(14, 2, target.hidden_size, device=meta))
 
 
+@pytest.mark.parametrize("device", ["cuda:3", "cpu"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_go_straight_to_a_gpu(folder, monkeypatch, device, whole):
+    """Through the host's memory each of eight ranks would hold a copy of all of them there."""
+    asked = []
+
+    def load(_kind, _name, **options):
+        asked.append(options.get("device_map"))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("dflash.target.load_model", load)
+    kind = Target if whole else TruncatedTarget
+    with pytest.raises(torch.OutOfMemoryError):
+        kind(str(folder), (1, 3), dtype=torch.bfloat16, device=torch.device(device))
+    assert asked == [{"": torch.device("cuda", 3)} if device == "cuda:3" else None]
+
+
+def test_too_little_memory_is_no_fault_of_the_target(folder, monkeypatch):
+    """The command line then says what takes less of it."""
+
+    def load(*_names, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        Target(str(folder), (1, 3), dtype=torch.bfloat16, device=CPU)
+
+
 def random_sequences(*lengths: int) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     return [rng.integers(4, VOCAB, length).astype(np.int32) for length in lengths]
