@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from dflash.attention import BlockAttention, BlockLayout, KeyValue
 from dflash.errors import ConfigError
 from dflash.grouped import attention_for
-from dflash.rowwise import by_hand, gated, rms_norm, rotate
+from dflash.rowwise import by_hand, factor_dtype, gated, rms_norm, rotate
 from dflash.taps import check_taps
 
 
@@ -111,9 +111,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Any shape with `size` as its last axis; the dtype of `x` is kept."""
-        return rms_norm(x, self.weight.float(), self.eps)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Any shape with `size` as its last axis, in that dtype; the dtype of `x` is kept when None."""
+        return rms_norm(x, self.weight.float(), self.eps, dtype)
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -138,6 +138,18 @@ def side_by_side(x: Tensor, *layers: nn.Linear) -> Tensor:
     return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
 
 
+def in_blocks(distinct: Tensor, slots: int) -> Tensor:
+    """Blocks `[A, B, ...]` of B slots from what is different in them.
+
+    Args:
+        distinct: Rows of the A anchors, and behind them the row that all other slots have, `[A + 1, ...]`.
+        slots: B.
+    """
+    # [...] -> [A, B - 1, ...], without memory of its own
+    others = distinct[-1].expand(len(distinct) - 1, slots - 1, *distinct.shape[1:])
+    return torch.cat([distinct[:-1, None], others], dim=1)
+
+
 class Attention(nn.Module):
     """Attention of block tokens over context and block."""
 
@@ -156,22 +168,27 @@ class Attention(nn.Module):
         # [..., heads * d] -> [..., heads, d]; there may be no rows at all
         return torch.unflatten(x, -1, (x.shape[-1] // self.head_dim, self.head_dim))
 
-    def _key_value(self, key: Tensor, value: Tensor, cos_sin: tuple[Tensor, Tensor]) -> KeyValue:
-        return KeyValue(rotate(self.k_norm(self._heads(key)), cos_sin), self._heads(value))
-
     def key_value(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> KeyValue:
-        """Rotated keys and values `[..., g, d]` of rows `[..., H]`, the same way for context and block."""
+        """Rotated keys and values `[T, g, d]` of context rows `[T, H]`."""
         key, value = joined(x, self.k_proj, self.v_proj)
-        return self._key_value(key, value, cos_sin)
+        return KeyValue(rotate(self.k_norm(self._heads(key)), cos_sin), self._heads(value))
 
     def query_key_value(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], first_slot: int
     ) -> tuple[Tensor, KeyValue]:
-        """Queries `[A, B - first_slot, h, d]`, keys and values `[A, B, g, d]` of blocks `[A, B, H]`."""
-        query, key, value = joined(x, self.q_proj, self.k_proj, self.v_proj)
-        asking = self.q_norm(self._heads(query[:, first_slot:]))
+        """Queries `[A, B - first_slot, h, d]`, keys and values `[A, B, g, d]` of blocks.
+
+        The blocks are whole, `[A, B, H]`, or distinct rows as in `in_blocks`, `[A + 1, H]`: what is equal
+        stays so until it is rotated.
+        """
+        query, key, value = (self._heads(part) for part in joined(x, self.q_proj, self.k_proj, self.v_proj))
+        query, key = self.q_norm(query if x.ndim == 2 else query[:, first_slot:]), self.k_norm(key)
+        if x.ndim == 2:
+            slots = cos_sin[0].shape[1]
+            query = in_blocks(query, slots)[:, first_slot:]
+            key, value = in_blocks(key, slots), in_blocks(value, slots)
         cos, sin = (part[:, first_slot:] for part in cos_sin)
-        return rotate(asking, (cos, sin)), self._key_value(key, value, cos_sin)
+        return rotate(query, (cos, sin)), KeyValue(rotate(key, cos_sin), value)
 
 
 class MLP(nn.Module):
@@ -219,10 +236,15 @@ class DrafterLayer(nn.Module):
         attention: BlockAttention,
         first_slot: int = 0,
     ) -> Tensor:
-        """Block states `[A, B, H]` to those of the slots from `first_slot` on, `[A, B - first_slot, H]`."""
-        query, own = self.self_attn.query_key_value(self.input_layernorm(x), cos_sin, first_slot)
+        """Block states `[A, B, H]` to those of the slots from `first_slot` on, `[A, B - first_slot, H]`.
+
+        They may be given as distinct rows, as in `in_blocks`.
+        """
+        dtype = factor_dtype(x)  # only products read what the norms give
+        query, own = self.self_attn.query_key_value(self.input_layernorm(x, dtype), cos_sin, first_slot)
+        x = in_blocks(x, cos_sin[0].shape[1]) if x.ndim == 2 else x
         x = x[:, first_slot:] + self.self_attn.o_proj(attention(query, context, own, layout).flatten(2))
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_attention_layernorm(x, dtype))  # type: ignore[no-any-return]
 
 
 class Drafter(nn.Module):
@@ -265,7 +287,8 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """Normed output states of embedded blocks `[A, B, H]` at absolute positions `[A, B]`.
 
-        The last layer computes the slots from `first_slot` on: `[A, B - first_slot, H]`.
+        Blocks may be given as distinct rows, as in `in_blocks`, `[A + 1, H]` with at least one anchor. The
+        last layer computes the slots from `first_slot` on: `[A, B - first_slot, H]`.
         """
         attend = attention or attention_for(blocks.device)
         cos_sin = self.rotary(positions)
@@ -286,7 +309,7 @@ class Drafter(nn.Module):
         """Training pass over a packed micro-batch.
 
         Args:
-            blocks: Embedded blocks `[A, B, H]`.
+            blocks: Embedded blocks `[A, B, H]`; or their anchors, then the mask token, `[A + 1, H]`.
             positions: Their absolute positions `[A, B]`.
             features: Tapped hidden states of all documents, packed, `[T, K*H]`.
             context_positions: Positions within their documents `[T]`.

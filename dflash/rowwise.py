@@ -22,20 +22,34 @@ def by_hand(x: Tensor) -> bool:
     return x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, in float32; the dtype of `x` is kept."""
+def factor_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matrix product takes `x`: that of autocast where it is on."""
+    device = x.device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if casts else x.dtype
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, in float32.
+
+    Args:
+        x: `[..., size]`.
+        weight: float32 `[size]`.
+        eps: Added to the mean.
+        dtype: Of the result; that of `x` when None.
+    """
     if by_hand(x):
-        return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+        return _RmsNorm.apply(x, weight, eps, dtype or x.dtype)  # type: ignore[no-any-return,no-untyped-call]
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(dtype or x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
     """The norm and its gradient in few passes: CPUs have no kernel for either."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         """`[n, ..., size] -> [n, ..., size]`."""
-        out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        out, scale = torch.empty_like(x, dtype=dtype), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
         for part, part_scale, part_out in _pieces(x, scale, out):
             wide = part.float()
             torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=part_scale)
@@ -45,7 +59,7 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Of `x` and `weight`."""
         x, weight, scale = ctx.saved_tensors
         d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight)
@@ -58,7 +72,7 @@ class _RmsNorm(torch.autograd.Function):
             along = (product @ weight)[:, None] * of_rows.pow(3) / -len(weight)
             slope = torch.mul(wide_given, weight, out=product).mul_(of_rows).addcmul_(wide, along)
             out.copy_(slope.view(out.shape))
-        return d_x, d_weight, None
+        return d_x, d_weight, None, None
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:

@@ -47,7 +47,7 @@ def make_documents(only: int | None = None) -> list[Document]:
 def predict(drafter: Drafter, table: Tensor, docs: list[Document]) -> Tensor:
     """Output states `[A, B, H]` by the whole way of training: packed, embedded, attended."""
     batch = pack(docs, BlockShape(drafter.config.block_size, MASK))
-    blocks = F.embedding(batch.block_ids, table)
+    blocks = F.embedding(batch.distinct_ids, table)
     return drafter(blocks, batch.block_positions, batch.features, batch.context_positions, batch.layout)
 
 
@@ -132,6 +132,30 @@ def test_the_packed_forward_is_the_contract_written_out_block_by_block(drafter, 
         ids[0] = int(sample.input_ids[anchor])
         expected = plain_forward(drafter, table[ids], sample.hidden_states[:anchor].flatten(1))
         torch.testing.assert_close(together[index], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize(("layers", "size"), [(1, 4), (2, 2), (3, 5)])
+def test_what_equal_slots_share_gives_and_learns_what_whole_blocks_do(
+    table, layers, size, first_slot, recompute
+):
+    drafter = Drafter(drafter_config(num_hidden_layers=layers, block_size=size))
+    init_weights(drafter, 1)
+    for layer in drafter.layers:
+        layer.recompute = recompute
+    batch = pack(make_documents(), BlockShape(size, MASK))
+    upstream = torch.randn(batch.blocks, size - first_slot, 32, generator=torch.Generator().manual_seed(6))
+    results = []
+    for ids in (batch.block_ids, batch.distinct_ids):
+        blocks = F.embedding(ids, table).requires_grad_()
+        where = batch.block_positions, batch.features, batch.context_positions, batch.layout
+        out = drafter(blocks, *where, first_slot=first_slot)
+        results.append([out, *torch.autograd.grad(out, [*drafter.parameters(), blocks], upstream)])
+    whole = results[0].pop()  # of blocks [A, B, H]; each mask of them adds to the gradient of the one
+    results[0].append(torch.cat([whole[:, 0], whole[:, 1:].sum((0, 1))[None]]))
+    for ours, oracle in zip(*results, strict=True):
+        torch.testing.assert_close(ours, oracle, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("attention", [lone_attention, dense_attention])

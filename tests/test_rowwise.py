@@ -39,3 +39,28 @@ def test_norm_and_gate_over_pieces_are_those_of_the_formulas(monkeypatch, shape,
             results.append([out, *torch.autograd.grad(out, leaves, upstream)])
         for ours, oracle in zip(*results, strict=True):
             torch.testing.assert_close(ours, oracle, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_a_norm_in_another_dtype_is_the_norm_and_then_a_cast(source, training):
+    """Bit for bit, gradients too: products would have cast what it gives."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(70, 48, generator=generator).to(source)
+    weight = torch.rand(48, generator=generator)
+    upstream = torch.randn(70, 48, generator=generator).bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, None):
+        leaves = [part.clone().requires_grad_(training) for part in (values, weight)]
+        out = rowwise.rms_norm(*leaves, 1e-6, dtype).bfloat16()
+        results.append([out, *(torch.autograd.grad(out, leaves, upstream) if training else ())])
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_a_product_takes_its_factor_in_the_dtype_of_autocast():
+    x = torch.ones(2, 2)
+    assert rowwise.factor_dtype(x) == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rowwise.factor_dtype(x) == torch.bfloat16

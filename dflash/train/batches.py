@@ -155,6 +155,11 @@ class PackedBatch:
         return self.block_ids.shape[0]
 
     @property
+    def distinct_ids(self) -> Tensor:
+        """The anchor tokens of at least one block and, behind them, MASK: int64 `[A + 1]`."""
+        return torch.cat([self.block_ids[:, 0], self.block_ids[0, 1:2]])
+
+    @property
     def targets(self) -> Tensor:
         """Labels of the counted slots, int64 `[P]`."""
         return self.labels.flatten().index_select(0, self.places)

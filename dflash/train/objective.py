@@ -282,7 +282,7 @@ class DraftingLoss(nn.Module):
 
     def _of_blocks(self, batch: PackedBatch, dtype: torch.dtype) -> LossSums:
         hidden = self.drafter(
-            self.head.embed(batch.block_ids).float(),  # the residual stream stays in float32
+            self.head.embed(batch.distinct_ids).float(),  # the residual stream stays in float32
             batch.block_positions,
             batch.features[:, : self.width].to(dtype),
             batch.context_positions,

@@ -170,7 +170,7 @@ def _leading_hits(drafter: Drafter, head: TargetHead, batch: PackedBatch, limits
     device = batch.block_ids.device.type
     with torch.autocast(device, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext():
         hidden = drafter(
-            head.embed(batch.block_ids).float(),
+            head.embed(batch.distinct_ids).float(),
             batch.block_positions,
             batch.features[:, : len(drafter.config.target_layer_ids) * drafter.config.hidden_size].to(dtype),
             batch.context_positions,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support import random_sample
 
 from dflash.cache.writer import Sample
+from dflash.drafter import in_blocks
 from dflash.errors import ConfigError
 from dflash.train.batches import AnchorConfig, BlockShape, Document, choose_anchors, documents, pack
 
@@ -110,6 +111,8 @@ def test_a_packed_batch_is_its_documents_one_after_another(masks, density):
     assert batch.blocks == len(blocks)
     packed = zip(batch.block_ids.tolist(), batch.labels.tolist(), batch.counted.tolist(), strict=True)
     assert list(packed) == blocks
+    if blocks:
+        assert torch.equal(in_blocks(batch.distinct_ids, SHAPE.size), batch.block_ids)
     assert batch.places.tolist() == [n for n, is_one in enumerate(batch.counted.flatten().tolist()) if is_one]
     assert torch.equal(batch.targets, batch.labels[batch.counted])
     assert batch.block_positions.tolist() == [
