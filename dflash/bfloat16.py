@@ -9,7 +9,7 @@ shapes, dtypes and memory stay those of bfloat16.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -52,6 +52,20 @@ def bfloat16_products(dtype: torch.dtype, device: torch.device) -> AbstractConte
         device: Where it computes.
     """
     return WideProducts() if _is_slow(dtype, device) else nullcontext()  # type: ignore[no-untyped-call]
+
+
+def use_products(model: nn.Module) -> None:
+    """Let a model of others, for inference, run inside `bfloat16_products` whenever it is called."""
+    own, weight = model.forward, next(model.parameters())
+    if not _is_slow(weight.dtype, weight.device):
+        return
+
+    @wraps(own)
+    def run(*args: Any, **named: Any) -> Any:
+        with bfloat16_products(weight.dtype, weight.device):
+            return own(*args, **named)
+
+    model.forward = run
 
 
 def _is_slow(dtype: torch.dtype, device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_available
 
 from dflash.attention import allow_compilations
-from dflash.bfloat16 import bfloat16_products
+from dflash.bfloat16 import use_products
 from dflash.errors import ConfigError, TargetError
 from dflash.head import TargetHead, head_of
 from dflash.progress import warn
@@ -177,6 +177,7 @@ class TruncatedTarget:
         options = {"trust_remote_code": trust_remote_code, **where}
         model = load_model(AutoModel, name, config=config, dtype=dtype, **options)
         self.model = model if where else model.to(device)
+        use_products(self.model)
         self.taps, self.device = taps, device
         self.hidden_size = int(config.get_text_config().hidden_size)
         self._layers = decoder_layers(self.model, depth)
@@ -193,9 +194,10 @@ class TruncatedTarget:
                 cannot see the padding, so no attention mask is needed; pads are never copied.
             out: `[sum of T_i, K, H]` on the target's device; filled sample after sample.
         """
-        run = self._capture_packed if self.packed else self._capture_padded
-        with bfloat16_products(self.model.dtype, self.device):
-            run(sequences, out)
+        if self.packed:
+            self._capture_packed(sequences, out)
+        else:
+            self._capture_padded(sequences, out)
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
         """Tokens that a batch of samples of these lengths costs, padding included."""
@@ -314,6 +316,7 @@ class Target:
         self._layers = decoder_layers(self.model, self.num_layers)
         self.head = head_of(model, final_norm(model.get_decoder(), self.hidden_size))
         use_small_rows(self.model)
+        use_products(self.model)
 
     @property
     def stop_tokens(self) -> frozenset[int]:
@@ -380,10 +383,7 @@ class Target:
         """
         given = {"position_ids": positions, "attention_mask": mask}
         taken: list[Tensor] = []
-        with (
-            tapped(self._layers, self.taps, lambda _, output: taken.append(output)),
-            bfloat16_products(self.dtype, self.device),
-        ):
+        with tapped(self._layers, self.taps, lambda _, output: taken.append(output)):
             logits = self.model(
                 input_ids=ids,
                 cache=cache,

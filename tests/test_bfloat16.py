@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dflash import bfloat16
 from dflash.bfloat16 import FEWEST, WideProducts, bfloat16_products, has_products, product_dtype
+from dflash.extract.codec_probe import target_logits
 from dflash.target import Target, TruncatedTarget
 from dflash.train.config import TrainConfig
 from dflash.train.optim import OptimConfig, build_optimizer
@@ -165,6 +166,8 @@ def test_a_target_gives_the_same_states(tmp_path: Path, monkeypatch: pytest.Monk
         assert torch.equal(taken, extracted.flatten(1))
         states.append((extracted.float(), logits.float()))
         assert (len(widened) == 0) == there
+        probed = target_logits(whole, torch.from_numpy(ids))[-80:]
+        assert torch.equal(probed, logits)
     for native, other in zip(*states, strict=True):
         assert (native - other).norm() <= 0.02 * native.norm()
 
