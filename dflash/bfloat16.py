@@ -34,9 +34,12 @@ _MADE_OF_OTHERS = (torch.ops.aten.linear, torch.ops.aten.matmul)
 
 @cache
 def has_products() -> bool:
-    """Whether this processor has instructions that multiply bfloat16 (AVX512-BF16, AMX, Arm's BF16)."""
-    found = torch.cpu.get_capabilities()
-    return any("bf16" in name and there is True for name, there in found.items())
+    """Whether this processor has instructions that multiply bfloat16 (AVX512-BF16, AMX, Arm's BF16).
+
+    A torch that cannot tell is left to do as it does.
+    """
+    capabilities = getattr(torch.cpu, "get_capabilities", lambda: {"bf16": True})
+    return any("bf16" in name and there is True for name, there in capabilities().items())
 
 
 def product_dtype(wanted: torch.dtype, device: torch.device) -> torch.dtype:

@@ -116,7 +116,7 @@ def test_only_bfloat16_on_a_processor_without_it_is_computed_otherwise(
         ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
         ({"avx512_bf16": True, "amx_bf16": False}, True),
         ({"avx512_bf16": True, "amx_bf16": True, "cpu_name": "some"}, True),
-        ({"neon": True, "arm_bf16": True}, True),
+        ({"neon": True, "bf16": True, "sve_max_length": 16}, True),
         ({"avx2": True, "cpu_name": "bf16 in its name alone"}, False),
         ({}, False),
     ],
@@ -129,6 +129,16 @@ def test_a_processor_says_whether_it_has_them(
     has_products.cache_clear()
     try:
         assert has_products() is expected
+    finally:
+        has_products.cache_clear()
+
+
+def test_an_older_torch_that_cannot_tell_computes_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package asks for torch 2.9, which has no such function."""
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    has_products.cache_clear()
+    try:
+        assert has_products()
     finally:
         has_products.cache_clear()
 
