@@ -4,7 +4,8 @@
 
 Both train the demo's drafter shape on the demo's cache for --seconds (default 300; start-up is not counted),
 one after the other, from the same weights, with the same optimizer (Muon for matrices, AdamW for the rest,
-peak rate 2e-3, clip 1.0, warm-up and cosine over the time), under bfloat16 autocast with float32 weights.
+peak rate 2e-3, clip 1.0, warm-up and cosine over the time), under bfloat16 autocast with float32 weights
+(both in float32 where the processor cannot multiply bfloat16).
 
 - ours: everything that the demo uses: packed micro-batches of 4,400 tokens, 0.38 anchors a supervised token,
   gamma 1.5, 8,192 drawn tokens that compete with the labels. It is trained for a third of the time too.
@@ -84,13 +85,14 @@ def specforge(cache: Path, out: Path, seconds: float) -> dict[str, Any]:
     from specforge.modeling.draft.dflash import DFlashDraftModel
 
     config, reader = train_config(cache, out), CacheReader(cache)
+    dtype = config.compute_dtype(torch.device("cpu"))
     network = drafter_config(config.network, cache, reader.manifest)
     drafter, head = Drafter(network), TargetHead.load(cache / HEAD_NAME)
     init_weights(drafter, config.seed)
     draft = DFlashDraftModel(_qwen3(network))
     draft.load_state_dict(drafter.state_dict())
     lm_head = nn.Linear(*head.lm_head.shape[::-1], bias=False).requires_grad_(False)
-    lm_head.weight.data = head.lm_head.bfloat16()
+    lm_head.weight.data = head.lm_head.to(dtype)
     embedding = nn.Embedding.from_pretrained(head.embedding.float())
     model = OnlineDFlashModel(
         draft,
@@ -108,8 +110,8 @@ def specforge(cache: Path, out: Path, seconds: float) -> dict[str, Any]:
         if len(order) < SAMPLES:
             order = rng.permutation(len(reader.index.lengths))
         rows, order = order[:SAMPLES], order[SAMPLES:]
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, _, _ = model(*_padded(reader.read(rows)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss, _, _ = model(*_padded(reader.read(rows), dtype))
         loss.backward()
         nn.utils.clip_grad_norm_(draft.parameters(), config.optim.clip)
         set_lr(optimizer, lr_at(elapsed / seconds, config.optim))
@@ -121,7 +123,7 @@ def specforge(cache: Path, out: Path, seconds: float) -> dict[str, Any]:
     return {"steps": done}
 
 
-def _padded(samples: list[Any]) -> tuple[torch.Tensor, ...]:
+def _padded(samples: list[Any], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Ids `[S, T]`, features `[S, T, K*H]` and mask `[S, T]`, padded to the longest."""
 
     def pad(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -129,7 +131,7 @@ def _padded(samples: list[Any]) -> tuple[torch.Tensor, ...]:
 
     return (
         pad([torch.tensor(sample.input_ids, dtype=torch.long) for sample in samples]),
-        pad([sample.hidden_states.flatten(1) for sample in samples]),
+        pad([sample.hidden_states.flatten(1) for sample in samples]).to(dtype),
         pad([torch.tensor(sample.loss_mask, dtype=torch.float32) for sample in samples]),
     )
 

@@ -11,10 +11,12 @@ over ours in that round.
 - `gemm_share`: a step's forward and backward pass is recorded, and its products with weights (projections,
   MLP, fc and lm_head, forward and backward; not those within attention) are done again one after another, on
   factors of the same shapes, strides and dtypes. Their time over that of the step just before, median of 3.
+- On a processor that cannot multiply bfloat16 our trainer computes in float32, and so does its arm. How much
+  of the difference that makes, `specforge-float32` shows.
 - `memory_vs_...`: peak resident memory behind the inputs (weights, optimizer and all), ours over the peer's.
 
-On two quiet cores it takes about five minutes. On a busy machine set OMP_NUM_THREADS=1: threads that wait for
-each other at the end of every operation measure the scheduler.
+On two quiet cores it takes about five minutes, without bfloat16 instructions five times as long. On a busy
+machine set OMP_NUM_THREADS=1: threads that wait for each other at the end of every operation measure the scheduler.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from peers_env import bench_python
 HERE = Path(__file__).resolve().parent
 SIZES = (1024, 2048)
 PEERS = ("specforge", "speculators")
+FLOAT32 = "specforge-float32"
+"""SpecForge's step in float32, where ours computes in it; not in the last line."""
 PACKAGES = {
     "specforge": ["specforge==0.2.0"],
     "speculators": ["speculators==0.9.0"],
@@ -85,11 +89,13 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
     """All arms at one size, in turns; prints the table and gives the figures."""
     arms = [Arm(name, tokens) for name in ("ours", *PEERS)]
     dtypes = [arm.reply()["dtype"] for arm in arms]
-    if dtypes[0] != "torch.bfloat16":
-        print(f"ours computes in {dtypes[0]}, as in training: this processor cannot multiply bfloat16")
+    if dtypes[0] == "torch.float32":
+        print("ours computes in float32, as in training: this processor cannot multiply bfloat16")
+        arms.append(Arm(FLOAT32, tokens))
+        arms[-1].reply()
     for arm in arms:
         first = arm.ask("step")
-        print(f"{arm.name:<12} first loss {first['loss']:.3f}", flush=True)
+        print(f"{arm.name:<18} first loss {first['loss']:.3f}", flush=True)
     ours, *peers = arms
     for _ in range(rounds):
         for arm in arms:
@@ -108,7 +114,7 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
     _print_parts(ours)
     for arm in arms:
         arm.close()
-    ratios = {name: peer.over(ours) for name, peer in zip(PEERS, peers, strict=True)}
+    ratios = {peer.name: peer.over(ours) for peer in peers}
     return ratios | {"gemm": share, **{f"memory_{name}": memory["ours"] / memory[name] for name in PEERS}}
 
 

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,17 +137,17 @@ def ours(job: Job) -> Arm:
     return Arm(learn, update, lambda: parts(loss, batch))
 
 
-def specforge(job: Job) -> Arm:
+def specforge(job: Job, dtype: torch.dtype = torch.bfloat16) -> Arm:
     """SpecForge's `OnlineDFlashModel` with `sdpa`, in bfloat16 with its own optimizer."""
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
     from specforge.optimizer import BF16Optimizer
 
     config = _qwen3(block_size=BLOCK, num_target_layers=CONFIG.num_target_layers, dflash_config=_dflash())
-    draft = DFlashDraftModel(config).to(torch.bfloat16)
+    draft = DFlashDraftModel(config).to(dtype)
     draft.load_state_dict(our_weights())
     lm_head, embedding = _frozen(nn.Linear(HIDDEN, VOCAB, bias=False), nn.Embedding(VOCAB, HIDDEN))
-    lm_head.weight.data, embedding.weight.data = job.lm_head, job.embedding
+    lm_head.weight.data, embedding.weight.data = job.lm_head.to(dtype), job.embedding.to(dtype)
 
     class Same(OnlineDFlashModel):
         def _sample_anchor_positions(self, *_arguments: Any) -> tuple[Tensor, Tensor]:
@@ -163,7 +164,7 @@ def specforge(job: Job) -> Arm:
         loss_decay_gamma=GAMMA,
     )
     optimizer = BF16Optimizer(draft, lr=6e-4, max_grad_norm=1.0)
-    features = job.states.flatten(2)
+    features = job.states.flatten(2).to(dtype)
 
     def learn() -> float:
         loss, _, _ = model(job.ids, features, job.mask.float())
@@ -365,7 +366,12 @@ def answer(command: str, arm: Arm, before: int) -> dict[str, Any]:
     return {"learn": learnt - started, "update": time.perf_counter() - learnt, "loss": loss}
 
 
-ARMS = {"ours": ours, "specforge": specforge, "speculators": speculators}
+ARMS = {
+    "ours": ours,
+    "specforge": specforge,
+    "speculators": speculators,
+    "specforge-float32": partial(specforge, dtype=torch.float32),
+}
 
 
 def main() -> None:
@@ -376,7 +382,7 @@ def main() -> None:
     name, tokens = sys.argv[1], int(sys.argv[2])
     job = make_job(tokens)
     if name != "ours":
-        importlib.import_module(f"{name}.{'losses' if name == 'speculators' else 'optimizer'}")
+        importlib.import_module("speculators.losses" if name == "speculators" else "specforge.optimizer")
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     arm = ARMS[name](job)
