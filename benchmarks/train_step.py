@@ -16,7 +16,8 @@ over ours in that round.
 - `memory_vs_...`: peak resident memory behind the inputs (weights, optimizer and all), ours over the peer's.
 
 On two quiet cores it takes about five minutes, without bfloat16 instructions five times as long. On a busy
-machine set OMP_NUM_THREADS=1: threads that wait for each other at the end of every operation measure the scheduler.
+machine set OMP_NUM_THREADS=1: threads that wait for each other at the end of every operation measure the
+scheduler.
 """
 
 from __future__ import annotations
