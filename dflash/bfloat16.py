@@ -25,11 +25,10 @@ _FACTORS = {
     _aten.bmm: slice(0, 2),
     _aten.addmm: slice(1, 3),
     _aten.baddbmm: slice(1, 3),
+    _aten.linear: slice(0, 2),
+    _aten.matmul: slice(0, 2),
 }
-"""Which arguments of an operation are multiplied."""
-
-_MADE_OF_OTHERS = (torch.ops.aten.linear, torch.ops.aten.matmul)
-"""Operations that come here whole in inference, and as products while gradients are recorded."""
+"""Which arguments of an operation are multiplied. In inference `linear` and `matmul` come whole."""
 
 
 @cache
@@ -81,22 +80,24 @@ class WideProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
         named = kwargs or {}
-        if func.overloadpacket in _MADE_OF_OTHERS:
-            with self:
-                return func.decompose(*args, **named)
         factors = _FACTORS.get(func.overloadpacket)
-        if factors is None or not _pays(*args[factors]):
+        if factors is None or not _pays(*args[factors], by_rows=func.overloadpacket is _aten.linear):
             return func(*args, **named)
         out = named.pop("out", None)
         wide = func.overloadpacket(*(_wide(value) for value in args), **named)
         return wide.to(args[factors][0].dtype) if out is None else out.copy_(wide)
 
 
-def _pays(left: Tensor, right: Tensor) -> bool:
+def _pays(left: Tensor, right: Tensor, *, by_rows: bool) -> bool:
+    """Whether a product of these, `right` given by its rows in `linear`, is faster in float32."""
     plain = all(type(factor) in (Tensor, nn.Parameter) for factor in (left, right))
     if not plain or left.dtype != torch.bfloat16 or left.device.type != "cpu":
         return False
-    return min(left.shape[-2], right.shape[-1]) >= FEWEST
+    if min(left.dim(), right.dim()) < 2:
+        return False
+    # One matrix is multiplied with all rows of a batch at once.
+    rows = left.shape[:-1].numel() if right.dim() == 2 else left.shape[-2]
+    return min(rows, right.shape[-2 if by_rows else -1]) >= FEWEST
 
 
 def _wide(value: Any) -> Any:

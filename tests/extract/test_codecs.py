@@ -70,6 +70,7 @@ def finished(tmp_path_factory, target):
     config = config_of(tmp_path_factory.mktemp("finished"), target)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DFLASH_HOME", str(config.out.parent / "home"))
+        patch.setattr(codec_probe, "PROBE_TOKENS", 256)
         return {codec: extract(in_codec(config, codec), World()).cache for codec in CODECS}
 
 
