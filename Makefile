@@ -1,7 +1,8 @@
 # `make demo` and `make test` do everything on a fresh machine; each sets up what it needs.
 # Another interpreter: make PYTHON=python3.12 test
 PYTHON ?= python3
-CORES := $(shell nproc 2>/dev/null || echo 2)
+# nproc itself would obey what is set for OpenMP
+CORES := $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2)
 # a third of the tests' time is waiting: for ranks that are stopped, servers that hang
 WORKERS := $(shell expr $(CORES) + 1)
 BIN := .venv/bin
