@@ -38,7 +38,7 @@ unit: $(INSTALLED) ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 test-long: $(INSTALLED) ## the long tests: kills at random, launchers, many examples
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal -m long --timeout 900
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m long --timeout 900
 
 cuda-test: $(INSTALLED) ## what runs on GPUs only; on a machine with one or more, with torch built for CUDA
 	DFLASH_CUDA_TESTS=1 $(BIN)/pytest -m cuda
