@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import write_target
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash import bfloat16
 from dflash.bfloat16 import FEWEST, WideProducts, bfloat16_products, has_products, product_dtype
@@ -87,6 +88,44 @@ def test_a_module_of_others_gives_and_learns_the_same(guard: Callable[[], Any]) 
     for native, wide in zip(*results, strict=True):
         assert native.dtype == wide.dtype
         assert (native.float() - wide.float()).norm() <= 0.01 * native.float().norm()
+
+
+class Products(TorchDispatchMode):
+    """Notes in which dtypes products come out of a mode inside this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.linear, torch.ops.aten.matmul):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(80, 96), (3, 40, 96), (2, 3, 20, 96)])
+@torch.inference_mode()
+def test_rows_of_a_batch_count_together_where_one_matrix_multiplies_them(shape: tuple[int, ...]) -> None:
+    """In inference `linear` and `matmul` are seen whole; what is added is added before rounding."""
+    left, weight, bias = _random(*shape), _random(70, 96, seed=1), _random(70, seed=2)
+    with Products() as products, WideProducts():
+        found = torch.nn.functional.linear(left, weight, bias), left @ weight.mT
+    assert products.dtypes == [torch.float32] * 2
+    exact = _exact(left, weight.mT)
+    for product, wanted in zip(found, (exact + bias.double(), exact), strict=True):
+        assert product.dtype == torch.bfloat16
+        assert bool(((product.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3).all())
+
+
+@torch.inference_mode()
+def test_products_with_a_vector_are_left_alone() -> None:
+    """Reading the matrix is all of their work."""
+    matrix, vector = _random(100, 100), _random(100, seed=1)
+    with Products() as products, WideProducts():
+        found = matrix @ vector, vector @ matrix, vector @ vector, torch.nn.functional.linear(vector, matrix)
+    assert products.dtypes == [torch.bfloat16] * 4
+    wanted = matrix @ vector, vector @ matrix, vector @ vector, torch.nn.functional.linear(vector, matrix)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def test_float32_and_small_products_are_left_alone() -> None:
